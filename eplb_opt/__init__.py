@@ -1,0 +1,65 @@
+"""Proven optima and serving-speed solvers for expert placement and routing in MoE serving.
+
+Examples
+--------
+>>> import eplb_opt as eo
+>>> placement = eo.Placement([[0, 1], [0, 2], [1, 3], [2, 3]])
+>>> eo.solve_routing(placement, [4, 4, 4, 4]).activated
+array([1, 1, 1, 1])
+"""
+
+from importlib.metadata import version as _version
+
+from eplb_opt.bounds import certified_bound
+from eplb_opt.demand import count_tokens
+from eplb_opt.errors import (
+    EplbError,
+    FormatError,
+    InfeasibleError,
+    InvalidPlacementError,
+    InvalidTokensError,
+    SolverUnavailableError,
+)
+from eplb_opt.gap import optimality_gap
+from eplb_opt.objective import Objective
+from eplb_opt.placement import Placement
+from eplb_opt.placers import placement_methods
+from eplb_opt.placing import PlacementPlan, solve_placement
+from eplb_opt.routers import RoutingMethod, TimeLimit, routing_methods
+from eplb_opt.routing import Router, Routing, RoutingSummary, Status, solve_routing
+from eplb_opt.trace import LoadTrace, TokenTrace, read_trace
+from eplb_opt.workload import MODEL_SHAPES, ModelShape, Workload, model_shape
+
+__version__ = _version("eplb-opt")
+
+__all__ = [
+    "MODEL_SHAPES",
+    "EplbError",
+    "FormatError",
+    "InfeasibleError",
+    "InvalidPlacementError",
+    "InvalidTokensError",
+    "LoadTrace",
+    "ModelShape",
+    "Objective",
+    "Placement",
+    "PlacementPlan",
+    "Router",
+    "Routing",
+    "RoutingMethod",
+    "RoutingSummary",
+    "SolverUnavailableError",
+    "Status",
+    "TimeLimit",
+    "TokenTrace",
+    "Workload",
+    "certified_bound",
+    "count_tokens",
+    "model_shape",
+    "optimality_gap",
+    "placement_methods",
+    "read_trace",
+    "routing_methods",
+    "solve_placement",
+    "solve_routing",
+]

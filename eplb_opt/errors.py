@@ -1,0 +1,55 @@
+"""What can go wrong, as one small tree: catch `EplbError` to catch all of it."""
+
+from __future__ import annotations
+
+__all__ = [
+    "EplbError",
+    "FormatError",
+    "InfeasibleError",
+    "InvalidPlacementError",
+    "InvalidTokensError",
+    "SolverUnavailableError",
+]
+
+
+class EplbError(Exception):
+    """Base of every error that eplb-opt raises on purpose."""
+
+
+class InvalidPlacementError(EplbError, ValueError):
+    """A placement breaks a rule; the message names the layer, GPU, slot or expert."""
+
+
+class InvalidTokensError(EplbError, ValueError):
+    """Token counts, top-k ids or loads break a rule; the message names the place."""
+
+
+class InfeasibleError(EplbError):
+    """No answer exists: a token's expert has no replica, or experts outnumber slots."""
+
+
+class FormatError(EplbError, ValueError):
+    """A file is not what its reader expects.
+
+    Parameters
+    ----------
+    path
+        The file.
+    place
+        Where in it, as a path inside it (``logical_count[3][17]``, ``line 12``); may be empty.
+    problem
+        What is wrong there, and what was expected.
+    """
+
+    def __init__(self, path: object, place: str, problem: str) -> None:
+        self.path = path
+        self.place = place
+        self.problem = problem
+        super().__init__(f"{path}: {place}: {problem}" if place else f"{path}: {problem}")
+
+    def __reduce__(self) -> tuple[type[FormatError], tuple[object, str, str]]:
+        return type(self), (self.path, self.place, self.problem)
+
+
+class SolverUnavailableError(EplbError, ImportError):
+    """A method needs a package that is not installed; the message names the extra to install."""

@@ -1,0 +1,36 @@
+"""`deepseek`: DeepSeek's EPLB, the placement that every engine ships."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb_opt import _core
+
+
+@dataclass(frozen=True, slots=True)
+class DeepSeek:
+    """EPLB's global form: replicate the hottest per copy, pack the heaviest first.
+
+    Every spare slot gives one more copy to the expert with the largest load per copy; the replicas
+    then go, heaviest first, to the lightest GPU with a free slot (github.com/deepseek-ai/EPLB).
+    Ties are settled by fewer copies, then lower ids. Faithful in that nothing keeps two copies of
+    an expert off one GPU.
+
+    Notes
+    -----
+    O(spare log experts + slots x GPUs) per layer, in the compiled core.
+    """
+
+    summary: ClassVar[str] = "DeepSeek EPLB, global: replicate the hottest, pack the heaviest first"
+
+    def place(
+        self, load: NDArray[np.float64], num_gpus: int, slots_per_gpu: int
+    ) -> NDArray[np.int32]:
+        """Return int32 ``[layers, gpus, slots]`` for a checked load ``[layers, experts]``."""
+        slots = np.empty((load.shape[0], num_gpus, slots_per_gpu), np.int32)
+        _core.place_deepseek(load, slots)
+        return slots

@@ -1,0 +1,126 @@
+"""The routing methods, one file each, and their table."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from eplb_opt.objective import Objective
+from eplb_opt.routers.base import RoutingMethod, TimeLimit, Traits
+from eplb_opt.routers.cp_sat import CpSat
+from eplb_opt.routers.flow import Flow
+from eplb_opt.routers.highs import Highs
+from eplb_opt.routers.matching import Matching
+from eplb_opt.routers.metro import Metro
+from eplb_opt.routers.nearest import Nearest
+from eplb_opt.routers.pulp import Pulp
+from eplb_opt.routers.random import Random
+from eplb_opt.routers.rank_mod import RankMod
+from eplb_opt.routers.trtllm import TrtLlm
+from eplb_opt.routers.uniform import Uniform
+from eplb_opt.routers.vllm_hash import VllmHash
+
+__all__ = [
+    "CpSat",
+    "Flow",
+    "Highs",
+    "Matching",
+    "Metro",
+    "Nearest",
+    "Pulp",
+    "Random",
+    "RankMod",
+    "RoutingMethod",
+    "TimeLimit",
+    "Traits",
+    "TrtLlm",
+    "Uniform",
+    "VllmHash",
+    "resolve_method",
+    "routing_methods",
+]
+
+_METHODS: Mapping[str, type[Any]] = MappingProxyType(
+    {
+        "matching": Matching,
+        "flow": Flow,
+        "highs": Highs,
+        "cp-sat": CpSat,
+        "pulp": Pulp,
+        "metro": Metro,
+        "uniform": Uniform,
+        "nearest": Nearest,
+        "random": Random,
+        "vllm-hash": VllmHash,
+        "trtllm": TrtLlm,
+        "rank-mod": RankMod,
+    }
+)
+
+_OPTIMAL: Mapping[str, type[Any]] = MappingProxyType({"activations": Matching, "tokens": Flow})
+
+
+def routing_methods() -> dict[str, Traits]:
+    """Return what each routing method can do, by name.
+
+    ``"optimal"`` is not a method of its own: it stands for the exact compiled one of the objective.
+
+    Examples
+    --------
+    >>> routing_methods()["metro"].exact
+    False
+    """
+    return {name: method.traits for name, method in _METHODS.items()}
+
+
+def resolve_method(method: str | RoutingMethod, objective: Objective) -> RoutingMethod:
+    """Return the method that a name, a name with options or an instance stands for.
+
+    Raises
+    ------
+    ValueError
+        Unknown name or option, or a method that does not solve the objective; the message lists
+        what there is.
+
+    Examples
+    --------
+    >>> resolve_method("metro:order=random,seed=3", Objective("activations"))
+    Metro(order='random', seed=3)
+    """
+    resolved = _parse(method, objective) if isinstance(method, str) else method
+    if objective.name not in resolved.traits.objectives:
+        raise ValueError(
+            f"{method} solves the objective {' and '.join(resolved.traits.objectives)} only, not "
+            f"{objective.name}; 'optimal' picks the method by objective"
+        )
+    return resolved
+
+
+def _parse(spec: str, objective: Objective) -> RoutingMethod:
+    name, _, given = spec.partition(":")
+    cls = _OPTIMAL[objective.name] if name == "optimal" else _METHODS.get(name)
+    if cls is None:
+        raise ValueError(f"unknown method {name!r}; known: optimal, {', '.join(_METHODS)}")
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    options: dict[str, object] = {}
+    for part in filter(None, given.split(",")):
+        key, _, value = part.partition("=")
+        if key not in fields:
+            known = ", ".join(fields) or "none"
+            raise ValueError(f"{name} has no option {key!r}; it has: {known}")
+        options[key] = _convert(name, key, value, fields[key].default)
+    made: RoutingMethod = cls(**options)
+    return made
+
+
+def _convert(name: str, key: str, value: str, default: object) -> object:
+    """Read an option's text as the type of its default."""
+    try:
+        if isinstance(default, bool):
+            return {"true": True, "false": False}[value.lower()]
+        return type(default)(value)  # type: ignore[call-arg]
+    except (KeyError, ValueError):
+        expected = type(default).__name__
+        raise ValueError(f"{name}: {key}={value!r} is not a {expected}") from None

@@ -1,0 +1,76 @@
+"""How an engine's dispatch rule becomes tokens per slot, by source GPU or by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb_opt.demand import reject_tokens
+from eplb_opt.errors import InvalidTokensError
+from eplb_opt.placement import Placement
+from eplb_opt.routers.base import Context, Solve, finish
+
+if TYPE_CHECKING:
+    from eplb_opt.routing import Routing
+
+PickReplica = Callable[[NDArray[np.int32], NDArray[np.int64]], NDArray[np.int64]]
+"""From ids ``[batches, layers, sources, rows, k]`` and their experts' copies to replica numbers."""
+
+
+def send_by_source(placement: Placement, chosen: NDArray[np.int32], name: str) -> Solve:
+    """Return a router whose every source GPU sends an expert's tokens to one replica.
+
+    `chosen` is int32 ``[layers, gpus, experts]``: physical ids, -1 for experts without a replica.
+    """
+    layers, gpus, experts = chosen.shape
+    slots = placement.expert_of.shape[1]
+    target = np.maximum(chosen, 0) + np.arange(layers)[:, None, None] * slots
+
+    def solve(tokens: NDArray[np.int64], out: Routing, context: Context) -> None:
+        reject_tokens(placement, tokens)
+        by_source = context.source_tokens
+        if by_source is None:
+            raise InvalidTokensError(
+                f"{name} sends by source GPU: pass source_tokens=[..., layers, {gpus}, {experts}] "
+                f"or topk_ids=[..., layers, {gpus}, rows, k]"
+            )
+        if by_source.shape[2] != gpus:
+            raise InvalidTokensError(
+                f"{name} needs the tokens of all {gpus} source GPUs, not of {by_source.shape[2]}"
+            )
+        routed = np.zeros((by_source.shape[0], layers * slots), np.int64)
+        for batch, row in zip(by_source, routed, strict=True):
+            np.add.at(row, target.ravel(), batch.ravel())
+        finish(out, routed)
+
+    return solve
+
+
+def send_by_token(placement: Placement, pick: PickReplica, name: str) -> Solve:
+    """Return a router that picks a replica for every token and k by its place in the batch."""
+    slots = placement.expert_of.shape[1]
+    layer = np.arange(placement.num_layers)[:, None, None, None]
+
+    def solve(tokens: NDArray[np.int64], out: Routing, context: Context) -> None:
+        reject_tokens(placement, tokens)
+        ids = context.topk_ids
+        if ids is None:
+            raise InvalidTokensError(
+                f"{name} depends on each token's place in its batch: pass "
+                f"topk_ids=[..., layers, rows, k] or [..., layers, sources, rows, k]"
+            )
+        expert = np.maximum(ids, 0)
+        copies = np.maximum(placement.copies[layer, expert], 1)
+        physical = placement.logical_to_physical[layer, expert, pick(ids, copies)]
+        batches, layers = ids.shape[:2]
+        problems = batches * layers
+        row = np.arange(problems).reshape(batches, layers, 1, 1, 1) * (slots + 1)
+        # Padding is counted in a slot of its own, before the problem's others.
+        counted = np.where(ids >= 0, physical + 1, 0) + row
+        counts = np.bincount(counted.ravel(), minlength=problems * (slots + 1))
+        finish(out, counts.reshape(problems, slots + 1)[:, 1:])
+
+    return solve

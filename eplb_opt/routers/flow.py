@@ -1,0 +1,50 @@
+"""`flow`: fewest tokens on the fullest GPU, proven."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb_opt import _core
+from eplb_opt.objective import Objective
+from eplb_opt.placement import Placement
+from eplb_opt.routers.base import Context, Solve, Traits, refuse
+
+if TYPE_CHECKING:
+    from eplb_opt.routing import Routing
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """Parametric max-flow from experts to GPUs, integral, in the compiled core.
+
+    Experts are poured over their replicas like water; then tokens are pushed along alternating
+    paths from GPUs above the target to GPUs below it. When a GPU above the target reaches none, the
+    GPUs Q that it does reach hold every replica of what they serve, and the target rises to
+    ``ceil(tokens held in Q / |Q|)``, a bound whose certificate is Q (``solvers/cpp/flow.hpp``).
+
+    Notes
+    -----
+    Each push is an augmenting path of O(candidates); the target rises at most once per GPU set
+    that is tight, in practice once or never.
+    """
+
+    traits: ClassVar[Traits] = Traits(
+        "max-flow: fewest tokens on the fullest GPU, experts split to the token",
+        objectives=("tokens",),
+        exact=True,
+    )
+
+    def bind(self, placement: Placement, objective: Objective, threads: int) -> Solve:
+        """Prepare for a placement and return the function that routes on it."""
+        core = placement.core
+
+        def solve(tokens: NDArray[np.int64], out: Routing, _: Context) -> None:
+            bad = _core.route_flow(core, tokens, out.core, threads)
+            if bad >= 0:
+                refuse(placement, tokens, bad)
+
+        return solve

@@ -1,0 +1,38 @@
+"""`vllm-hash`: the replica by a hash of the token's row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb_opt.objective import Objective
+from eplb_opt.placement import Placement
+from eplb_opt.routers.base import Solve, Traits
+from eplb_opt.routers.dispatch import send_by_token
+
+MULTIPLIER = 2654435769  # 2**32 / golden ratio: Knuth's multiplicative hash
+
+
+@dataclass(frozen=True, slots=True)
+class VllmHash:
+    """vLLM's dispatch: replica ``(row * 2654435769 mod 2**32) mod copies``.
+
+    The row is the token's in its local batch; all k experts of a token share it.
+    """
+
+    traits: ClassVar[Traits] = Traits(
+        "replica = hash of the token's row mod copies (vLLM)", needs=("topk_ids",)
+    )
+
+    def bind(self, placement: Placement, objective: Objective, threads: int) -> Solve:
+        """Prepare for a placement and return the function that routes on it."""
+        return send_by_token(placement, _pick, "vllm-hash")
+
+
+def _pick(ids: NDArray[np.int32], copies: NDArray[np.int64]) -> NDArray[np.int64]:
+    rows = np.arange(ids.shape[-2], dtype=np.int64)
+    hashed = (rows * MULTIPLIER) & 0xFFFFFFFF
+    return np.asarray(hashed[:, None] % copies)

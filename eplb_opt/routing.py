@@ -1,0 +1,420 @@
+"""Which replica takes which tokens: the answer, and the front door to every router."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from eplb_opt import _core
+from eplb_opt.demand import as_tokens, as_topk_ids
+from eplb_opt.errors import InvalidTokensError
+from eplb_opt.objective import Objective
+from eplb_opt.placement import Placement
+from eplb_opt.routers import resolve_method
+from eplb_opt.routers.base import NO_CONTEXT, Context, RoutingMethod, TimeLimit
+
+__all__ = ["Router", "Routing", "RoutingSummary", "Status", "solve_routing"]
+
+
+class Status(IntEnum):
+    """What is known of one problem's answer."""
+
+    UNSOLVED = 0
+    """No answer: an exact engine stopped without one; its tokens are all zero."""
+    FEASIBLE = 1
+    """A valid routing, not proven to be optimal."""
+    OPTIMAL = 2
+    """A valid routing whose makespan equals a proven lower bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingSummary:
+    """A routing in a few numbers: sums and means over all its problems.
+
+    Attributes
+    ----------
+    problems
+        Problems (a layer and a batch each).
+    live_experts
+        Live experts, mean per problem.
+    replicas_available
+        Replicas of live experts, mean per problem.
+    replicas_activated
+        Replicas that receive tokens, mean per problem.
+    tokens_per_activated
+        Tokens over activated replicas.
+    makespan, bound
+        Means over batches of the sum over layers: every layer waits for its own slowest GPU.
+    gap
+        ``makespan / bound - 1`` of these sums; NaN without a bound.
+    load_p50, load_p95, load_p99, load_max
+        Percentiles of a GPU's time.
+    balance
+        Mean over problems of (mean time over GPUs) / (largest); 1 for a problem without tokens.
+    proven_optimal
+        Share of the problems with `Status.OPTIMAL`.
+    """
+
+    problems: int
+    live_experts: float
+    replicas_available: float
+    replicas_activated: float
+    tokens_per_activated: float
+    makespan: float
+    bound: float
+    gap: float
+    load_p50: float
+    load_p95: float
+    load_p99: float
+    load_max: float
+    balance: float
+    proven_optimal: float
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<21}{value:.6g}" for name, value in asdict(self).items())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routing:
+    """The answer to a batch of routing problems. Without a layer axis, the axis is absent here too.
+
+    Attributes
+    ----------
+    placement, objective
+        What was routed on, and what was minimised.
+    tokens
+        Int64 ``[..., layers, gpus, slots]``: tokens that each replica takes.
+    activated
+        Int64 ``[..., layers, gpus]``: replicas with tokens.
+    makespan
+        Float64 ``[..., layers]``: the largest GPU's time under the objective.
+    bound
+        Float64 ``[..., layers]``: a proven lower bound on any routing's makespan; NaN where none
+        was asked for.
+    status
+        Int8 ``[..., layers]``: `Status` values.
+    certificate
+        Bool ``[..., layers, gpus]``: the GPU set that proves the bound, see
+        `eplb_opt.bounds.certified_bound`; all false where there is none.
+    """
+
+    placement: Placement
+    objective: Objective
+    tokens: NDArray[np.int64]
+    activated: NDArray[np.int64]
+    makespan: NDArray[np.float64]
+    bound: NDArray[np.float64]
+    status: NDArray[np.int8]
+    certificate: NDArray[np.bool_]
+    core: _core.Answer = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        arrays = (self.tokens, self.activated, self.makespan, self.bound, self.status)
+        object.__setattr__(self, "core", _core.Answer(*arrays, self.certificate))
+
+    @classmethod
+    def empty(cls, placement: Placement, objective: Objective, lead: Sequence[int]) -> Routing:
+        """Return an unsolved routing for problems of shape `lead` (the layer axis included)."""
+        gpus = (*lead, placement.num_gpus)
+        return cls(
+            placement,
+            objective,
+            tokens=np.zeros((*gpus, placement.slots_per_gpu), np.int64),
+            activated=np.zeros(gpus, np.int64),
+            makespan=np.zeros(lead),
+            bound=np.full(lead, np.nan),
+            status=np.zeros(lead, np.int8),
+            certificate=np.zeros(gpus, np.bool_),
+        )
+
+    @property
+    def gap(self) -> NDArray[np.float64]:
+        """Float64 ``[..., layers]``: ``makespan / bound - 1``; 0 where both are 0."""
+        both_zero = (self.makespan == 0) & (self.bound == 0)
+        return np.asarray(
+            np.where(both_zero, 0.0, self.makespan / np.where(both_zero, 1.0, self.bound) - 1)
+        )
+
+    def gpu_tokens(self) -> NDArray[np.int64]:
+        """Return int64 ``[..., layers, gpus]``: the tokens of every GPU."""
+        return np.asarray(self.tokens.sum(axis=-1))
+
+    def expert_tokens(self) -> NDArray[np.int64]:
+        """Return int64 ``[..., layers, experts]``: the tokens routed, by expert."""
+        table = self.placement.logical_to_physical
+        layer = np.arange(self.placement.num_layers)[:, None, None]
+        routed = self._by_layer(self.tokens)[:, layer, np.maximum(table, 0)] * (table >= 0)
+        lead = self.makespan.shape
+        return np.asarray(routed.sum(axis=-1).reshape(*lead, self.placement.num_experts))
+
+    def assign(self, topk_ids: ArrayLike) -> NDArray[np.int32]:
+        """Say which physical slot serves each token's k-th expert.
+
+        Shares of split experts are honoured to the token: of an expert's tokens in their order in
+        the batch, its lowest slot takes the first, the next slot the following ones.
+
+        Parameters
+        ----------
+        topk_ids
+            Int ``[..., layers, rows, k]`` (or with further axes before ``rows``): the batch that
+            was routed; -1 is padding.
+
+        Returns
+        -------
+        NDArray[np.int32]
+            Physical ids in the shape of `topk_ids`; -1 for padding.
+
+        Raises
+        ------
+        InvalidTokensError
+            If the ids are not as many as the tokens routed, naming the problem and the expert.
+
+        Notes
+        -----
+        O(ids + slots) per problem.
+
+        Examples
+        --------
+        >>> placement = Placement([[0, 1], [0, 2]])
+        >>> routing = solve_routing(placement, [3, 1, 0], objective="tokens")
+        >>> routing.assign([[0, 1], [0, -1], [0, -1]])
+        array([[ 0,  1],
+               [ 2, -1],
+               [ 2, -1]], dtype=int32)
+        """
+        ids = as_topk_ids(topk_ids, self.placement.num_experts)
+        lead = self.makespan.shape
+        if ids.shape[: len(lead)] != lead or ids.ndim < len(lead) + 2:
+            raise InvalidTokensError(
+                f"topk_ids must be {list(lead)} + [rows, k] for this routing, "
+                f"not of shape {ids.shape}"
+            )
+        physical = np.empty(ids.shape, np.int32)
+        problem, expert = _core.assign(self.placement.core, self.tokens, ids, physical)
+        if problem >= 0:
+            at = tuple(int(i) for i in np.unravel_index(problem, lead)) if lead else ()
+            raise InvalidTokensError(
+                f"topk_ids of problem {at} do not hold as many tokens of expert {expert} as were "
+                f"routed; pass the ids whose counts were solved"
+            )
+        return physical
+
+    def summary(self) -> RoutingSummary:
+        """Return the routing in a few numbers."""
+        expert_tokens = self._by_layer(self.expert_tokens())
+        time = self._by_layer(self.objective.time(self.activated, self.gpu_tokens()))
+        activated = self._by_layer(self.activated)
+        live = expert_tokens > 0
+        problems = max(1, self.makespan.size)
+        largest = time.max(axis=-1)
+        balance = np.where(largest > 0, time.mean(axis=-1) / np.where(largest > 0, largest, 1), 1.0)
+        makespan = self._by_layer(self.makespan[..., None]).sum(axis=(1, 2))
+        bound = self._by_layer(self.bound[..., None]).sum(axis=(1, 2))
+        total_makespan, total_bound = float(makespan.sum()), float(bound.sum())
+        p50, p95, p99, top = np.percentile(time, [50, 95, 99, 100]) if time.size else [0.0] * 4
+        return RoutingSummary(
+            problems=self.makespan.size,
+            live_experts=float(live.sum()) / problems,
+            replicas_available=float((live * self.placement.copies).sum()) / problems,
+            replicas_activated=float(activated.sum()) / problems,
+            tokens_per_activated=float(expert_tokens.sum()) / max(1, int(activated.sum())),
+            makespan=total_makespan / max(1, makespan.size),
+            bound=total_bound / max(1, bound.size),
+            gap=0.0 if total_makespan == total_bound == 0 else total_makespan / total_bound - 1,
+            load_p50=float(p50),
+            load_p95=float(p95),
+            load_p99=float(p99),
+            load_max=float(top),
+            balance=float(balance.mean()) if balance.size else 1.0,
+            proven_optimal=float((self.status == Status.OPTIMAL).mean()) if balance.size else 1.0,
+        )
+
+    def _by_layer(self, array: NDArray[Any]) -> NDArray[Any]:
+        """Reshape ``[..., layers, x]`` to ``[batches, layers, x]``, adding an absent layer axis."""
+        layers = self.placement.num_layers
+        each = math.prod(array.shape[self.makespan.ndim :])
+        return array.reshape(self.makespan.size // layers, layers, each)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Routing, (
+            self.placement,
+            self.objective,
+            self.tokens,
+            self.activated,
+            self.makespan,
+            self.bound,
+            self.status,
+            self.certificate,
+        )
+
+
+class Router:
+    """A placement, an objective and a method bound once, to route batch after batch.
+
+    Parameters
+    ----------
+    placement
+        Where the replicas are.
+    objective
+        `Objective` or its name.
+    method
+        A method's name (see `eplb_opt.routing_methods`), a name with options
+        (``"metro:order=random,seed=3"``), or an instance of a method, one's own included.
+    threads
+        Threads over the problems of a batch.
+
+    Raises
+    ------
+    ValueError
+        Unknown method or objective, or a method that does not solve the objective.
+
+    Examples
+    --------
+    >>> router = Router(Placement([[0, 1], [0, 2]]), method="metro")
+    >>> out = router.allocate((3,))
+    >>> router.route(np.array([5, 2, 2]), out=out).activated
+    array([2, 1])
+    """
+
+    __slots__ = ("_prove", "_proves", "_solve", "method", "objective", "placement", "threads")
+
+    def __init__(
+        self,
+        placement: Placement,
+        *,
+        objective: Objective | str = "activations",
+        method: str | RoutingMethod = "optimal",
+        threads: int = 1,
+    ) -> None:
+        if threads < 1:
+            raise ValueError(f"threads must be at least 1, not {threads}")
+        self.placement = placement
+        self.objective = Objective.of(objective)
+        self.method = resolve_method(method, self.objective)
+        self.threads = threads
+        self._solve = self.method.bind(placement, self.objective, threads)
+        self._proves = self.method.traits.exact
+        self._prove = (
+            _core.prove_tokens if self.objective.name == "tokens" else _core.prove_activations
+        )
+
+    def allocate(self, shape: Sequence[int]) -> Routing:
+        """Return an empty answer for tokens of that shape, to pass to `route` as ``out=``."""
+        return Routing.empty(self.placement, self.objective, tuple(shape)[:-1])
+
+    def route(
+        self,
+        tokens: ArrayLike,
+        *,
+        out: Routing | None = None,
+        bound: bool = False,
+        source_tokens: ArrayLike | None = None,
+        topk_ids: ArrayLike | None = None,
+        stop: TimeLimit | None = None,
+    ) -> Routing:
+        """Route a batch; see `solve_routing` for the parameters.
+
+        With ``out=`` from `allocate`, nothing is allocated per problem and the answer overwrites
+        `out`. After an error the contents of `out` are unspecified. Exact methods prove their
+        answer in any case; for the others ``bound=True`` does.
+        """
+        if out is None:
+            tokens = as_tokens(self.placement, tokens)
+            out = self.allocate(tokens.shape)
+        elif out.placement is not self.placement or out.objective is not self.objective:
+            raise ValueError("out is for another placement or objective; make it with allocate()")
+        context = NO_CONTEXT
+        if source_tokens is not None or topk_ids is not None or stop is not None:
+            tokens = as_tokens(self.placement, tokens)
+            context = Context.of(self.placement, tokens, source_tokens, topk_ids, stop)
+        try:
+            self._solve(tokens, out, context)  # type: ignore[arg-type]  # refuses all else
+        except (TypeError, ValueError):
+            # Methods refuse what is not a contiguous int64 array of the answer's shape; only then
+            # is it worth finding out what the caller gave.
+            ready = self._made_ready(tokens, out)
+            if ready is tokens:
+                raise
+            self._solve(ready, out, context)
+            tokens = ready
+        if bound and not self._proves:
+            self._prove(self.placement.core, tokens, out.core, self.threads)
+        return out
+
+    def _made_ready(self, tokens: ArrayLike, out: Routing) -> NDArray[np.int64]:
+        ready = as_tokens(self.placement, tokens)
+        if out.makespan.shape != ready.shape[:-1]:
+            raise InvalidTokensError(
+                f"out is for tokens of shape {[*out.makespan.shape, self.placement.num_experts]}, "
+                f"not {list(ready.shape)}; make it with allocate(tokens.shape)"
+            )
+        return ready
+
+
+def solve_routing(
+    placement: Placement,
+    tokens: ArrayLike,
+    *,
+    objective: Objective | str = "activations",
+    method: str | RoutingMethod = "optimal",
+    source_tokens: ArrayLike | None = None,
+    topk_ids: ArrayLike | None = None,
+    stop: TimeLimit | None = None,
+    bound: bool = True,
+    threads: int = 1,
+) -> Routing:
+    """Decide which replica takes which tokens, and prove how good the decision is.
+
+    Parameters
+    ----------
+    placement
+        Where the replicas are.
+    tokens
+        Int ``[..., layers, experts]`` (``[..., experts]`` for a placement without a layer axis):
+        each expert's tokens. Leading axes are independent batches. At most 2**39 - 1 per expert.
+    objective
+        ``"activations"`` (the fullest GPU's activated replicas) or ``"tokens"`` (its tokens).
+    method
+        ``"optimal"`` picks the exact compiled method of the objective. Others by name, by name with
+        options, or as an instance: see `eplb_opt.routing_methods`.
+    source_tokens
+        Int ``[..., layers, sources, experts]``: tokens by the GPU that sends them, for rules that
+        depend on it. Derived from `topk_ids` when those are given.
+    topk_ids
+        Int ``[..., layers, rows, k]`` or ``[..., layers, sources, rows, k]``: the experts of every
+        token, by local batch; -1 is padding. For rules that depend on them.
+    stop
+        `TimeLimit` for the exact engines, over the whole call.
+    bound
+        Also prove a bound for methods that do not prove their own answer.
+    threads
+        Threads over the problems.
+
+    Returns
+    -------
+    Routing
+        With tokens, makespan, bound, gap, status and certificate per problem.
+
+    Raises
+    ------
+    InvalidTokensError, InfeasibleError, SolverUnavailableError, ValueError
+        Each names the place and what to do.
+
+    Examples
+    --------
+    >>> placement = Placement([[0, 1], [0, 2], [1, 3], [2, 3]])
+    >>> uniform = solve_routing(placement, [4, 4, 4, 4], method="uniform")
+    >>> best = solve_routing(placement, [4, 4, 4, 4])
+    >>> uniform.activated.tolist(), best.activated.tolist(), float(best.bound)
+    ([2, 2, 2, 2], [1, 1, 1, 1], 1.0)
+    """
+    router = Router(placement, objective=objective, method=method, threads=threads)
+    return router.route(
+        tokens, bound=bound, source_tokens=source_tokens, topk_ids=topk_ids, stop=stop
+    )

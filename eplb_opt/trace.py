@@ -1,0 +1,394 @@
+"""Recorded MoE traffic: token counts per step, or the top-k choice of every token."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from eplb_opt.errors import FormatError, InvalidTokensError
+from eplb_opt.formats.arrays import TOPK_KEYS, read_csv, read_npy, read_npz
+from eplb_opt.formats.counts import checked_counts, step_slices
+from eplb_opt.formats.sglang import read_json, read_pt
+
+__all__ = ["LoadTrace", "TokenTrace", "read_trace"]
+
+_MOST_EXPERTS_INFERRED = 2**16  # far above any model, below most vocabularies
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadTrace:
+    """Token counts per step, layer and expert.
+
+    Parameters
+    ----------
+    tokens : integer array, [steps, layers, experts]
+        Not negative, which `read_trace` has checked for its files and nobody for a hand-made trace.
+        It may be memory-mapped, and keeps its dtype.
+
+    Raises
+    ------
+    InvalidTokensError
+        When ``tokens`` is not a non-empty integer array of three dimensions.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> trace = LoadTrace(np.array([[[0, 0], [3, 1]], [[0, 0], [2, 5]]]))
+    >>> trace.load().tolist()
+    [[0, 0], [5, 6]]
+    >>> trace.moe_layers().tolist()
+    [1]
+    >>> trace.select_layers([1]).tokens.shape
+    (2, 1, 2)
+    """
+
+    tokens: npt.NDArray[np.integer]
+
+    def __post_init__(self) -> None:
+        """Refuse what the class does not describe."""
+        _check_integers("tokens", self.tokens, "steps", "layers", "experts")
+
+    @property
+    def num_steps(self) -> int:
+        """Recorded steps."""
+        return int(self.tokens.shape[0])
+
+    @property
+    def num_layers(self) -> int:
+        """Layers, dense ones included where the file has rows for them."""
+        return int(self.tokens.shape[1])
+
+    @property
+    def num_experts(self) -> int:
+        """Experts per layer."""
+        return int(self.tokens.shape[2])
+
+    def load(self) -> npt.NDArray[np.int64]:
+        """Sum the tokens over all steps, a few MiB at a time.
+
+        Returns
+        -------
+        int64 array, [layers, experts]
+
+        Raises
+        ------
+        InvalidTokensError
+            When an expert's sum exceeds 2^63-1.
+        """
+        total = np.zeros(self.tokens.shape[1:], dtype=np.int64)
+        rounded = np.zeros(total.shape)
+        for part in step_slices(self.tokens):
+            total += self.tokens[part].sum(axis=0, dtype=np.int64)
+            if self.tokens.dtype.itemsize == 8:  # smaller counts would need 2^31 steps
+                rounded += self.tokens[part].sum(axis=0, dtype=np.float64)
+        # int64 wraps in silence: to a negative number first, and by 2^64 or more after that.
+        wrapped = (total < 0) | (rounded >= 1.5 * 2**63)
+        if wrapped.any():
+            layer, expert = np.argwhere(wrapped)[0].tolist()
+            problem = f"layer {layer}, expert {expert}: the sum over steps exceeds 2^63-1"
+            raise InvalidTokensError(problem)
+        return total
+
+    def moe_layers(self) -> npt.NDArray[np.intp]:
+        """Find the layers with any token; dense layers are recorded as rows of zeros.
+
+        Returns
+        -------
+        intp array, [MoE layers], ascending
+        """
+        return np.flatnonzero(self.load().any(axis=1))
+
+    def select_layers(self, layers: npt.ArrayLike) -> LoadTrace:
+        """Keep some layers, in the given order.
+
+        Parameters
+        ----------
+        layers : integers, [selected]
+            Layer indices, such as `moe_layers` returns. Consecutive ones give a view, which leaves
+            a memory-mapped trace on disk; others are copied.
+
+        Raises
+        ------
+        InvalidTokensError
+            When there is none, or one is not a layer of this trace.
+        """
+        chosen = np.asarray(layers)
+        _check_integers("layers", chosen, "selected")
+        outside = chosen[(chosen < 0) | (chosen >= self.num_layers)]
+        if outside.size:
+            problem = f"layer {outside[0]} is outside 0..{self.num_layers - 1}"
+            raise InvalidTokensError(problem)
+        if (np.diff(chosen.astype(np.int64)) == 1).all():
+            return LoadTrace(self.tokens[:, int(chosen[0]) : int(chosen[-1]) + 1])
+        return LoadTrace(self.tokens[:, chosen])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenTrace:
+    """The experts that every token chose, layer by layer.
+
+    Parameters
+    ----------
+    topk_ids : integer array, [tokens, layers, k]
+        Expert ids; -1 is padding. Keeps its dtype.
+    num_experts
+        Experts per layer.
+    generation : integer array, [tokens]
+        Which generation (one sequence being written) each token belongs to.
+
+    Raises
+    ------
+    InvalidTokensError
+        When an id is neither -1 nor an expert (the message names token, layer and choice), or the
+        arrays' dtypes or shapes are not these.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> ids = np.array([[[0, 1]], [[1, 2]], [[2, -1]]])
+    >>> trace = TokenTrace(ids, num_experts=4, generation=np.zeros(3, dtype=np.int64))
+    >>> trace.load().tolist()
+    [[1, 2, 2, 0]]
+    >>> trace.batches(2).shape
+    (1, 1, 2, 2)
+    """
+
+    topk_ids: npt.NDArray[np.integer]
+    num_experts: int
+    generation: npt.NDArray[np.integer]
+
+    def __post_init__(self) -> None:
+        """Refuse what the class does not describe."""
+        _check_integers("topk_ids", self.topk_ids, "tokens", "layers", "k")
+        _check_integers("generation", self.generation, "tokens")
+        if len(self.generation) != self.num_tokens:
+            problem = f"generation has {len(self.generation)} tokens, topk_ids {self.num_tokens}"
+            raise InvalidTokensError(problem)
+        outside = (self.topk_ids < -1) | (self.topk_ids >= self.num_experts)
+        if outside.any():
+            token, layer, choice = np.argwhere(outside)[0].tolist()
+            problem = (
+                f"token {token}, layer {layer}, choice {choice}: "
+                f"{self.topk_ids[token, layer, choice]} is no id of {self.num_experts} experts "
+                "(0 is the first, -1 is padding)"
+            )
+            raise InvalidTokensError(problem)
+
+    @property
+    def num_tokens(self) -> int:
+        """Recorded tokens."""
+        return int(self.topk_ids.shape[0])
+
+    @property
+    def num_layers(self) -> int:
+        """Recorded layers."""
+        return int(self.topk_ids.shape[1])
+
+    @property
+    def top_k(self) -> int:
+        """Experts per token."""
+        return int(self.topk_ids.shape[2])
+
+    def load(self) -> npt.NDArray[np.int64]:
+        """Count the tokens of every expert; padding counts for nothing.
+
+        Returns
+        -------
+        int64 array, [layers, experts]
+        """
+        load = np.empty((self.num_layers, self.num_experts), dtype=np.int64)
+        for layer in range(self.num_layers):
+            ids = self.topk_ids[:, layer]
+            load[layer] = np.bincount(ids[ids >= 0].astype(np.int64), minlength=self.num_experts)
+        return load
+
+    def batches(
+        self, tokens_per_batch: int, *, steps: int | None = None
+    ) -> npt.NDArray[np.integer]:
+        """Cut the trace into batches of consecutive tokens; an incomplete last one is dropped.
+
+        Parameters
+        ----------
+        tokens_per_batch
+            Tokens in each batch.
+        steps
+            How many batches, from the first; all complete ones by default.
+
+        Returns
+        -------
+        integer array, [steps, layers, tokens_per_batch, k]
+            Expert ids, a view of `topk_ids`.
+
+        Raises
+        ------
+        InvalidTokensError
+            When the trace has not that many complete batches, or not even one.
+        """
+        if tokens_per_batch < 1 or (steps is not None and steps < 1):
+            problem = f"tokens_per_batch={tokens_per_batch}, steps={steps}: both must be at least 1"
+            raise InvalidTokensError(problem)
+        complete = self.num_tokens // tokens_per_batch
+        wanted = max(1, complete) if steps is None else steps
+        if wanted > complete:
+            problem = (
+                f"{self.num_tokens} tokens make {complete} complete batches of {tokens_per_batch}; "
+                f"{wanted} wanted"
+            )
+            raise InvalidTokensError(problem)
+        used = self.topk_ids[: wanted * tokens_per_batch]
+        shape = (wanted, tokens_per_batch, self.num_layers, self.top_k)
+        return used.reshape(shape).swapaxes(1, 2)
+
+
+def read_trace(
+    path: str | os.PathLike[str], *, num_experts: int | None = None
+) -> LoadTrace | TokenTrace:
+    r"""Read recorded traffic; suffix and array names decide how, never guesses from the values.
+
+    ============= ==================================================== ==============
+    suffix        content                                              gives
+    ============= ==================================================== ==============
+    .json         SGLang's ``logical_count``, [L][E] or [T][L][E]      `LoadTrace`
+    .pt, .pth     the same as `torch.save` wrote it (needs PyTorch)    `LoadTrace`
+    .npy          counts [L, E] or [T, L, E]; memory-mapped            `LoadTrace`
+    .csv          counts: a row per layer, a blank line between steps, `LoadTrace`
+                  ``#`` starts a comment
+    .npz          counts under exactly one of the names ``tokens``,    `LoadTrace`
+                  ``counts``, ``logical_count``, ``load``
+    .npz          ids [tokens, k] (one layer) or [tokens, layers, k]   `TokenTrace`
+                  under exactly one of ``topk_ids``, ``topk``,
+                  ``data``; may add ``generation`` [tokens]
+    ============= ==================================================== ==============
+
+    Counts are whole numbers below 2^63, or floats that are whole and below 2^53. Counts [L, E] are
+    one step.
+
+    Parameters
+    ----------
+    path
+        The file.
+    num_experts
+        Experts per layer. Where the file holds ids, 1 + the largest id by default, which misses
+        experts that no token chose. Where it holds counts, the number that must be found.
+
+    Returns
+    -------
+    LoadTrace or TokenTrace
+
+    Warns
+    -----
+    UserWarning
+        When every count that is not zero falls in one block of consecutive experts, at most half
+        of them: counts of one GPU only?
+
+    Raises
+    ------
+    FormatError
+        For all that is not as above: the message names the place in the file. Python objects in a
+        file (pickles) are refused, never loaded.
+    SolverUnavailableError
+        When the file needs PyTorch and it is missing.
+    OSError
+        When the file cannot be read.
+
+    Notes
+    -----
+    Memory-mapped integers are checked part by part and never copied: .npy and .pt files may be
+    larger than memory. JSON and CSV are streamed: beside the int64 result, one row is in memory.
+    An .npz is read into memory once.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder) / "load.csv"
+    ...     _ = path.write_text("# two layers, three experts\n3,0,1\n2,2,0\n")
+    ...     read_trace(path).load().tolist()
+    [[3, 0, 1], [2, 2, 0]]
+    """
+    path = Path(path)
+    suffix = path.suffix.lower()
+    if suffix == ".npz":
+        key, array, generation = read_npz(path)
+        if key in TOPK_KEYS:
+            return _token_trace(path, key, array, generation, num_experts)
+        return _load_trace(path, checked_counts(path, key, array), num_experts)
+    if suffix not in _COUNT_READERS:
+        known = ", ".join([*_COUNT_READERS, ".npz"])
+        raise FormatError(path, "", f"unknown suffix {path.suffix!r}; known are {known}")
+    return _load_trace(path, _COUNT_READERS[suffix](path), num_experts)
+
+
+_COUNT_READERS: dict[str, Callable[[Path], npt.NDArray[np.integer]]] = {
+    ".json": read_json,
+    ".pt": read_pt,
+    ".pth": read_pt,
+    ".npy": read_npy,
+    ".csv": read_csv,
+}
+
+
+def _load_trace(path: Path, tokens: npt.NDArray[np.integer], num_experts: int | None) -> LoadTrace:
+    if num_experts not in (None, tokens.shape[2]):
+        problem = f"{tokens.shape[2]} experts per layer, but num_experts={num_experts}"
+        raise FormatError(path, "", problem)
+    _warn_of_one_gpu(path, tokens)
+    return LoadTrace(tokens)
+
+
+def _token_trace(
+    path: Path,
+    key: str,
+    ids: npt.NDArray[Any],
+    generation: npt.NDArray[Any] | None,
+    num_experts: int | None,
+) -> TokenTrace:
+    if generation is None:
+        generation = np.zeros(len(ids) if ids.ndim else 0, dtype=np.int64)
+    try:
+        ids = ids[:, np.newaxis] if ids.ndim == 2 else ids
+        _check_integers(key, ids, "tokens", "layers", "k")
+        if num_experts is None:
+            num_experts = _inferred_experts(ids)
+        return TokenTrace(ids, num_experts, generation)
+    except InvalidTokensError as error:
+        raise FormatError(path, key, str(error)) from error
+
+
+def _inferred_experts(ids: npt.NDArray[np.integer]) -> int:
+    experts = int(ids.max()) + 1
+    if not 1 <= experts <= _MOST_EXPERTS_INFERRED:
+        problem = f"largest id {experts - 1}: are these expert ids? If so, give num_experts"
+        raise InvalidTokensError(problem)
+    return experts
+
+
+def _check_integers(name: str, array: npt.NDArray[Any], *axes: str) -> None:
+    if array.dtype.kind not in "iu" or array.ndim != len(axes) or array.size == 0:
+        expected = f"expected integers [{', '.join(axes)}], not empty"
+        raise InvalidTokensError(f"{name} is {array.dtype} {list(array.shape)}; {expected}")
+
+
+def _warn_of_one_gpu(path: Path, tokens: npt.NDArray[np.integer]) -> None:
+    """Warn when all load lies on few consecutive experts: stops at the first part that refutes."""
+    num_experts = tokens.shape[2]
+    used = np.zeros(num_experts, dtype=bool)
+    for part in step_slices(tokens):
+        used |= tokens[part].any(axis=(0, 1))
+        experts = np.flatnonzero(used)
+        if experts.size and 2 * (experts[-1] - experts[0] + 1) > num_experts:
+            return
+    if experts.size:
+        message = (
+            f"{path}: only experts {experts[0]} to {experts[-1]} of {num_experts} have any load. "
+            "If these are the counts of one GPU only, sum those of all GPUs before you use them."
+        )
+        warnings.warn(message, UserWarning, stacklevel=4)

@@ -1,0 +1,305 @@
+// The Python face of the solvers: arrays in, arrays out, nothing decided here.
+//
+// Arrays are checked here for type, contiguity and size; what they mean is checked by the Python
+// package before the call, except the tokens, which the routers check as they read them. Routers
+// return -1, or the index of the first problem with bad tokens.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/unique_ptr.h>
+
+#include <atomic>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "assign.hpp"
+#include "eplb.hpp"
+#include "flow.hpp"
+#include "matching.hpp"
+#include "metro.hpp"
+#include "parallel.hpp"
+#include "placement.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace eplb;
+
+namespace {
+
+template <class T>
+using Array = nb::ndarray<nb::numpy, T, nb::c_contig, nb::device::cpu>;
+using Ids = nb::ndarray<nb::numpy, const std::int32_t, nb::c_contig, nb::device::cpu>;
+
+enum Status : std::int8_t { kFeasible = 1, kOptimal = 2 };  // as eplb_opt.routing.Status
+
+void require(bool condition, const char* what) {
+    if (!condition) throw std::invalid_argument(what);
+}
+
+// A contiguous int64 array by the buffer protocol, half the cost of nb::ndarray: what is left of a
+// call's overhead matters where one problem takes a microsecond.
+class Counts {
+  public:
+    explicit Counts(nb::handle array) {
+        if (PyObject_GetBuffer(array.ptr(), &view_, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) {
+            PyErr_Clear();
+            throw nb::type_error("tokens must be a C-contiguous int64 array");
+        }
+        const char format = view_.format[0] == '\0' ? '\0' : view_.format[1] == '\0' ? view_.format[0] : '?';
+        if (view_.itemsize != 8 || (format != 'l' && format != 'q')) {
+            PyBuffer_Release(&view_);
+            throw nb::type_error("tokens must be a C-contiguous int64 array");
+        }
+    }
+    ~Counts() { PyBuffer_Release(&view_); }
+    Counts(const Counts&) = delete;
+    Counts& operator=(const Counts&) = delete;
+
+    const std::int64_t* data() const { return static_cast<const std::int64_t*>(view_.buf); }
+    std::int64_t size() const { return view_.len / 8; }
+    std::int64_t axes() const { return view_.ndim; }
+    std::int64_t axis(std::int64_t i) const { return view_.shape[i]; }
+
+  private:
+    Py_buffer view_;
+};
+
+std::unique_ptr<Placement> make_placement(Ids slots, std::int32_t experts) {
+    require(slots.ndim() == 3, "slots must be [layers, gpus, slots]");
+    return std::make_unique<Placement>(std::span(slots.data(), slots.size()), slots.shape(0), slots.shape(1),
+                                       slots.shape(2), experts);
+}
+
+// The arrays of a Routing, bound once so that a call hands over one object.
+struct Answer {
+    Array<std::int64_t> tokens, activated;
+    Array<double> makespan, bound;
+    Array<std::int8_t> status;
+    Array<bool> certificate;
+
+    std::int64_t problems() const { return static_cast<std::int64_t>(makespan.size()); }
+};
+
+std::unique_ptr<Answer> make_answer(Array<std::int64_t> tokens, Array<std::int64_t> activated,
+                                    Array<double> makespan, Array<double> bound, Array<std::int8_t> status,
+                                    Array<bool> certificate) {
+    const std::size_t problems = makespan.size();
+    require(bound.size() == problems && status.size() == problems, "one bound and status per problem");
+    require(activated.size() == certificate.size(), "one activated count and certificate bit per GPU");
+    return std::make_unique<Answer>(Answer{tokens, activated, makespan, bound, status, certificate});
+}
+
+void require_fit(const Placement& placement, const Counts& tokens, const Answer& answer) {
+    const Layer& layer = placement.layer(0);
+    const std::size_t problems = answer.problems();
+    const auto lead = static_cast<std::int64_t>(answer.makespan.ndim());
+    bool same = tokens.axes() == lead + 1 && tokens.axis(lead) == layer.experts;
+    for (std::int64_t i = 0; same && i < lead; ++i)
+        same = tokens.axis(i) == static_cast<std::int64_t>(answer.makespan.shape(i));
+    require(same && problems % placement.num_layers() == 0 && answer.activated.size() == problems * layer.gpus &&
+                answer.tokens.size() == problems * layer.physical_slots(),
+            "tokens, answer and placement differ in shape");
+}
+
+// Calls solve.template operator()<W>() for the set_words(gpus) words W.
+template <class Solve>
+auto with_words(std::int32_t gpus, Solve&& solve) {
+    switch (set_words(gpus)) {
+        case 1:
+            return solve.template operator()<1>();
+        case 2:
+            return solve.template operator()<2>();
+        case 4:
+            return solve.template operator()<4>();
+        case 8:
+            return solve.template operator()<8>();
+        default:
+            return solve.template operator()<16>();
+    }
+}
+
+// Runs solve(problem, layer, tokens) -> Outcome over all problems; the first bad one or -1.
+template <class Solve>
+std::int64_t each_problem(const Placement& placement, const Counts& tokens, int threads, Solve&& solve) {
+    const std::int64_t* counts = tokens.data();
+    const std::int64_t experts = placement.layer(0).experts, layers = placement.num_layers();
+    const std::int64_t problems = tokens.size() / experts;
+    // Handing over the GIL costs as much as a tenth of a problem, and getting it back may take a
+    // whole switch interval: not for a handful of problems.
+    std::optional<nb::gil_scoped_release> unlocked;
+    if (problems > 16) unlocked.emplace();
+    std::atomic<std::int64_t> bad{problems};
+    for_each_problem(problems, threads, [&](std::int64_t i) {
+        if (solve(i, placement.layer(i % layers), counts + i * experts) == Outcome::ok) return;
+        for (std::int64_t seen = bad; i < seen && !bad.compare_exchange_weak(seen, i);) {
+        }
+    });
+    return bad == problems ? -1 : bad.load();
+}
+
+template <class Solver>
+void write_certificate(const Layer& layer, const Solver& solver, bool* certificate) {
+    for (int g = 0; g < layer.gpus; ++g) certificate[g] = solver.in_certificate(g);
+}
+
+std::int64_t route_matching(const Placement& placement, nb::handle array, Answer& answer, int threads,
+                            bool lexicographic) {
+    const Counts tokens(array);
+    require_fit(placement, tokens, answer);
+    return with_words(placement.layer(0).gpus, [&]<int W>() {
+        return each_problem(
+            placement, tokens, threads, [&](std::int64_t i, const Layer& layer, const std::int64_t* counts) {
+                std::int64_t* routed = answer.tokens.data() + i * layer.physical_slots();
+                std::memset(routed, 0, layer.physical_slots() * sizeof *routed);
+                Matching<W> matching(layer, routed);
+                const Outcome outcome = matching.solve(counts, lexicographic);
+                std::int64_t* activated = answer.activated.data() + i * layer.gpus;
+                for (int g = 0; g < layer.gpus; ++g) activated[g] = matching.activated(g);
+                write_certificate(layer, matching, answer.certificate.data() + i * layer.gpus);
+                answer.makespan.data()[i] = answer.bound.data()[i] = static_cast<double>(matching.makespan());
+                answer.status.data()[i] = kOptimal;
+                return outcome;
+            });
+    });
+}
+
+void count_activated(const Layer& layer, const std::int64_t* routed, std::int64_t* activated) {
+    for (int g = 0; g < layer.gpus; ++g, routed += layer.slots_per_gpu) {
+        std::int64_t count = 0;
+        for (int s = 0; s < layer.slots_per_gpu; ++s) count += routed[s] != 0;
+        activated[g] = count;
+    }
+}
+
+std::int64_t route_flow(const Placement& placement, nb::handle array, Answer& answer, int threads) {
+    const Counts tokens(array);
+    require_fit(placement, tokens, answer);
+    return with_words(placement.layer(0).gpus, [&]<int W>() {
+        return each_problem(
+            placement, tokens, threads, [&](std::int64_t i, const Layer& layer, const std::int64_t* counts) {
+                std::int64_t* routed = answer.tokens.data() + i * layer.physical_slots();
+                std::memset(routed, 0, layer.physical_slots() * sizeof *routed);
+                Flow<W> flow(layer, routed);
+                const Outcome outcome = flow.solve(counts);
+                count_activated(layer, routed, answer.activated.data() + i * layer.gpus);
+                write_certificate(layer, flow, answer.certificate.data() + i * layer.gpus);
+                answer.makespan.data()[i] = answer.bound.data()[i] = static_cast<double>(flow.makespan());
+                answer.status.data()[i] = kOptimal;
+                return outcome;
+            });
+    });
+}
+
+std::int64_t route_metro(const Placement& placement, nb::handle array, Answer& answer, int threads,
+                         std::optional<Ids> order) {
+    const Counts tokens(array);
+    require_fit(placement, tokens, answer);
+    const std::int64_t experts = placement.layer(0).experts, layers = placement.num_layers();
+    require(!order || order->size() == static_cast<std::size_t>(layers * experts), "order is [layers, experts]");
+    const std::int32_t* orders = order ? order->data() : nullptr;
+    return with_words(placement.layer(0).gpus, [&]<int W>() {
+        return each_problem(
+            placement, tokens, threads, [&](std::int64_t i, const Layer& layer, const std::int64_t* counts) {
+                std::int64_t* routed = answer.tokens.data() + i * layer.physical_slots();
+                std::memset(routed, 0, layer.physical_slots() * sizeof *routed);
+                Metro<W> metro(layer, routed);
+                const Outcome outcome = metro.solve(counts, orders ? orders + i % layers * experts : nullptr);
+                std::int64_t* activated = answer.activated.data() + i * layer.gpus;
+                std::int64_t makespan = 0;
+                for (int g = 0; g < layer.gpus; ++g)
+                    makespan = std::max(makespan, activated[g] = metro.activated(g));
+                answer.makespan.data()[i] = static_cast<double>(makespan);
+                answer.bound.data()[i] = std::numeric_limits<double>::quiet_NaN();
+                std::fill_n(answer.certificate.data() + i * layer.gpus, layer.gpus, false);
+                answer.status.data()[i] = kFeasible;
+                return outcome;
+            });
+    });
+}
+
+// Proves a bound for an answer that another method gave: writes bound, certificate and, where the
+// answer meets the bound, its status.
+template <template <int> class Solver>
+std::int64_t prove(const Placement& placement, nb::handle array, Answer& answer, int threads) {
+    const Counts tokens(array);
+    require_fit(placement, tokens, answer);
+    return with_words(placement.layer(0).gpus, [&]<int W>() {
+        return each_problem(placement, tokens, threads,
+                            [&](std::int64_t i, const Layer& layer, const std::int64_t* counts) {
+                                thread_local std::vector<std::int64_t> routed;
+                                routed.assign(layer.physical_slots(), 0);
+                                Solver<W> solver(layer, routed.data());
+                                const Outcome outcome = solver.solve(counts);
+                                write_certificate(layer, solver, answer.certificate.data() + i * layer.gpus);
+                                const auto bound = static_cast<double>(solver.makespan());
+                                answer.bound.data()[i] = bound;
+                                std::int8_t& status = answer.status.data()[i];
+                                if (status == kFeasible && answer.makespan.data()[i] == bound) status = kOptimal;
+                                return outcome;
+                            });
+    });
+}
+
+// Returns (problem, expert) of the first ids that do not match the routed tokens, (-1, -1) if none.
+std::pair<std::int64_t, std::int32_t> assign(const Placement& placement, Array<const std::int64_t>& routed,
+                                             const Ids& topk_ids, Array<std::int32_t>& physical) {
+    const std::int64_t slots = placement.layer(0).physical_slots(), layers = placement.num_layers();
+    const auto problems = static_cast<std::int64_t>(routed.size()) / slots;
+    if (problems == 0) return {-1, -1};
+    require(topk_ids.size() == physical.size() && topk_ids.size() % problems == 0, "one physical id per top-k id");
+    const std::size_t ids = topk_ids.size() / problems;
+    nb::gil_scoped_release unlocked;
+    Assign solver;
+    for (std::int64_t i = 0; i < problems; ++i) {
+        const std::int32_t expert =
+            solver.solve(placement.layer(i % layers), routed.data() + i * slots,
+                         std::span(topk_ids.data() + i * ids, ids), physical.data() + i * ids);
+        if (expert >= 0) return {i, expert};
+    }
+    return {-1, -1};
+}
+
+void place_deepseek_layers(
+    nb::ndarray<nb::numpy, const double, nb::ndim<2>, nb::c_contig, nb::device::cpu> load,
+    nb::ndarray<nb::numpy, std::int32_t, nb::ndim<3>, nb::c_contig, nb::device::cpu> slots) {
+    require(load.shape(0) == slots.shape(0), "one load per layer");
+    require(load.shape(1) <= slots.shape(1) * slots.shape(2), "at least as many slots as experts");
+    const auto gpus = static_cast<std::int32_t>(slots.shape(1)),
+               per_gpu = static_cast<std::int32_t>(slots.shape(2));
+    nb::gil_scoped_release unlocked;
+    for (std::size_t l = 0; l < load.shape(0); ++l)
+        place_deepseek(std::span(load.data() + l * load.shape(1), load.shape(1)), gpus, per_gpu,
+                       slots.data() + l * gpus * per_gpu);
+}
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+    m.doc() = "Compiled solvers of eplb-opt; called by the package, not part of its public interface.";
+    m.attr("MAX_GPUS") = kMaxGpus;
+    m.attr("MAX_EXPERTS") = kMaxExperts;
+    m.attr("MAX_TOKENS_PER_EXPERT") = (std::int64_t{1} << kTokenBits) - 1;
+
+    nb::class_<Placement>(m, "Placement").def(nb::new_(&make_placement), "slots"_a.noconvert(), "experts"_a);
+    nb::class_<Answer>(m, "Answer")
+        .def(nb::new_(&make_answer), "tokens"_a.noconvert(), "activated"_a.noconvert(), "makespan"_a.noconvert(),
+             "bound"_a.noconvert(), "status"_a.noconvert(), "certificate"_a.noconvert());
+
+    m.def("route_matching", &route_matching, "placement"_a, "tokens"_a, "answer"_a, "threads"_a,
+          "lexicographic"_a);
+    m.def("route_flow", &route_flow, "placement"_a, "tokens"_a, "answer"_a, "threads"_a);
+    m.def("route_metro", &route_metro, "placement"_a, "tokens"_a, "answer"_a, "threads"_a,
+          "order"_a.noconvert().none());
+    m.def("prove_activations", &prove<Matching>, "placement"_a, "tokens"_a, "answer"_a, "threads"_a);
+    m.def("prove_tokens", &prove<Flow>, "placement"_a, "tokens"_a, "answer"_a, "threads"_a);
+    m.def("assign", &assign, "placement"_a, "routed"_a.noconvert(), "topk_ids"_a.noconvert(),
+          "physical"_a.noconvert());
+    m.def("place_deepseek", &place_deepseek_layers, "load"_a.noconvert(), "slots"_a.noconvert());
+}

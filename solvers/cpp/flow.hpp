@@ -1,0 +1,161 @@
+// Fewest tokens on the fullest GPU, split experts allowed, integral, with a certificate: a
+// parametric flow in the room that alternating paths give it.
+//
+//   1. Experts with one candidate go there. The others, by (number of candidates, expert id), are
+//      poured like water over their candidates: the lightest rise first, to a common level.
+//   2. The target is n = max(ceil(total / filled GPUs), largest load of step 1). From each GPU above
+//      n, in ascending order, tokens are pushed along alternating paths to GPUs below n; an edge
+//      uses the expert with the most tokens there, a push is as large as both ends and every edge
+//      allow.
+//   3. When a GPU above n reaches none below it, the GPUs Q that it reaches hold every replica of
+//      the experts they serve, so no routing gets below ceil(load(Q) / |Q|) > n: that is the new
+//      target (Newton's step on the tight set) and Q its certificate.
+//
+// The answer equals the target when every GPU is at most there. Each push is an augmentation of the
+// max-flow with capacity n at the GPUs; targets rise at most G times.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+
+#include "alternating_paths.hpp"
+#include "gpu_set.hpp"
+#include "problem.hpp"
+
+namespace eplb {
+
+template <int W>
+class Flow {
+  public:
+    // `routed` is zero.
+    Flow(const Layer& layer, std::int64_t* routed) : layer_(layer), routed_(routed) {}
+
+    Outcome solve(const std::int64_t* tokens) {
+        if (!acceptable(layer_, tokens)) return Outcome::bad_tokens;
+        pour(tokens);
+        const auto load = std::span(load_).first(layer_.gpus);
+        if (*std::max_element(load.begin(), load.end()) <= target_) return Outcome::ok;
+        AlternatingPaths<W> paths(layer_, routed_);
+        GpuSet<W> light = below_target();
+        for (int g = 0; g < layer_.gpus; ++g)
+            while (load_[g] > target_) {
+                const int end = paths.search(g, light);
+                if (end >= 0) {
+                    push(paths, g, end);
+                    if (load_[end] == target_) light.erase(end);
+                } else {
+                    certificate_ = paths.visited();
+                    std::int64_t held = 0, gpus = 0;
+                    certificate_.each([&](int q) { held += load_[q], ++gpus; });
+                    target_ = ceil_div(held, gpus);
+                    light = below_target();
+                }
+            }
+        return Outcome::ok;
+    }
+
+    std::int64_t makespan() const { return target_; }
+    bool in_certificate(int gpu) const { return certificate_.contains(gpu); }
+
+  private:
+    void pour(const std::int64_t* tokens) {
+        std::int64_t total = 0;
+        for (const SingleCopy& e : layer_.singles) {
+            const std::int64_t t = tokens[e.expert];
+            total += t;
+            load_[e.only.gpu] += t;
+            routed_[e.only.slot] = t;
+        }
+        const auto load = std::span(load_).first(layer_.gpus);
+        const auto fullest = std::max_element(load.begin(), load.end());
+        const std::int64_t fixed = *fullest;
+
+        for (const TwoCopies& e : layer_.pairs) {
+            const std::int64_t t = tokens[e.expert];
+            total += t;
+            std::int64_t& low = load_[e.low.gpu];
+            std::int64_t& high = load_[e.high.gpu];
+            const std::int64_t to_low = std::clamp<std::int64_t>((t + high - low + 1) >> 1, 0, t);
+            low += to_low;
+            high += t - to_low;
+            routed_[e.low.slot] = to_low;
+            routed_[e.high.slot] = t - to_low;
+        }
+        for (const std::int32_t e : layer_.others) {
+            total += tokens[e];
+            pour_over(layer_.candidates_of(e), tokens[e]);
+        }
+
+        const std::int64_t even = ceil_div(total, layer_.filled_gpus);
+        target_ = std::max(fixed, even);
+        if (fixed > even)
+            certificate_.insert(static_cast<int>(fullest - load.begin()));
+        else
+            certificate_ = GpuSet<W>::all();
+    }
+
+    void pour_over(std::span<const Candidate> candidates, std::int64_t tokens) {
+        std::array<Candidate, GpuSet<W>::capacity> by_load;
+        const int n = static_cast<int>(candidates.size());
+        for (int i = 0; i < n; ++i) {  // insertion sort: few, and stable
+            int at = i;
+            for (; at > 0 && load_[by_load[at - 1].gpu] > load_[candidates[i].gpu]; --at)
+                by_load[at] = by_load[at - 1];
+            by_load[at] = candidates[i];
+        }
+        // The `wet` lightest rise to a common level: the most of them that the tokens can lift.
+        int wet = 1;
+        std::int64_t volume = tokens + load_[by_load[0].gpu];
+        while (wet < n && volume > wet * load_[by_load[wet].gpu]) volume += load_[by_load[wet++].gpu];
+        for (int i = 0; i < n; ++i) {
+            std::int64_t& load = load_[by_load[i].gpu];
+            const std::int64_t level = i < wet ? volume / wet + (i < volume % wet) : load;
+            routed_[by_load[i].slot] = level - load;
+            load = level;
+        }
+    }
+
+    GpuSet<W> below_target() const {
+        GpuSet<W> light;
+        for (int g = 0; g < layer_.gpus; ++g) light.insert_if(g, load_[g] < target_);
+        return light;
+    }
+
+    void push(AlternatingPaths<W>& paths, int from, int end) {
+        std::int64_t amount = std::min(load_[from] - target_, target_ - load_[end]);
+        for (int to = end; to != from; to = paths.parent(to)) {
+            edge_[to] = most_tokens(paths.parent(to), to);
+            amount = std::min(amount, routed_[edge_[to]]);
+        }
+        for (int to = end; to != from; to = paths.parent(to)) {
+            const std::int32_t slot = edge_[to], expert = layer_.expert_of[slot];
+            routed_[slot] -= amount;
+            routed_[layer_.slot_on(to, expert)] += amount;
+            paths.changed(to);
+        }
+        paths.changed(from);
+        load_[from] -= amount;
+        load_[end] += amount;
+    }
+
+    // The slot on `from` with the most tokens whose expert has a replica on `to`; the path says that
+    // there is one.
+    std::int32_t most_tokens(int from, int to) const {
+        std::int32_t best = -1;
+        const std::int32_t begin = from * layer_.slots_per_gpu;
+        for (std::int32_t slot = begin; slot < begin + layer_.slots_per_gpu; ++slot)
+            if (routed_[slot] > (best < 0 ? 0 : routed_[best]) && layer_.holders_of<W>(slot).contains(to))
+                best = slot;
+        return best;
+    }
+
+    const Layer& layer_;
+    std::int64_t* routed_;
+    std::array<std::int64_t, GpuSet<W>::capacity> load_{};
+    std::array<std::int32_t, GpuSet<W>::capacity> edge_;
+    std::int64_t target_ = 0;
+    GpuSet<W> certificate_;
+};
+
+}  // namespace eplb

@@ -1,0 +1,43 @@
+// One routing problem (a layer and a batch's tokens), its answer, and how an answer can fail.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "gpu_set.hpp"
+#include "placement.hpp"
+
+namespace eplb {
+
+// Tokens of one expert stay below 2^39, so that a GPU's tokens fit below its count of activated
+// experts in one 64-bit word (see Fill) and sums of 4,096 experts stay exact.
+constexpr int kTokenBits = 39;
+constexpr int kCountShift = 51;
+
+// What a solver says of one problem. Bad tokens leave the answer unspecified.
+enum class Outcome : std::int8_t { ok, bad_tokens };
+
+// A GPU's activated experts and tokens in one word, activated experts first: comparing two words
+// compares (activated, tokens).
+using Fill = std::uint64_t;
+
+constexpr Fill fill_of(std::int64_t tokens) {
+    return (static_cast<Fill>(tokens != 0) << kCountShift) + static_cast<Fill>(tokens);
+}
+constexpr std::int64_t activated_in(Fill fill) { return static_cast<std::int64_t>(fill >> kCountShift); }
+constexpr std::int64_t tokens_in(Fill fill) {
+    return static_cast<std::int64_t>(fill & ((Fill{1} << kCountShift) - 1));
+}
+
+// Whether every count is in range and every live expert has a replica.
+inline bool acceptable(const Layer& layer, const std::int64_t* tokens) {
+    std::uint64_t any = 0;  // negative counts set its highest bit
+    for (std::int32_t e = 0; e < layer.experts; ++e) any |= static_cast<std::uint64_t>(tokens[e]);
+    bool stranded = false;
+    for (const std::int32_t e : layer.absent) stranded |= tokens[e] != 0;
+    return any >> kTokenBits == 0 && !stranded;
+}
+
+constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return b == 0 ? 0 : (a + b - 1) / b; }
+
+}  // namespace eplb
