@@ -20,6 +20,7 @@ from eplb_opt.errors import (
     InvalidTokensError,
     SolverUnavailableError,
 )
+from eplb_opt.formats.placements import read_placement
 from eplb_opt.gap import optimality_gap
 from eplb_opt.objective import Objective
 from eplb_opt.placement import Placement
@@ -58,6 +59,7 @@ __all__ = [
     "model_shape",
     "optimality_gap",
     "placement_methods",
+    "read_placement",
     "read_trace",
     "routing_methods",
     "solve_placement",

@@ -49,11 +49,7 @@ def reject_tokens(placement: Placement, tokens: NDArray[np.int64]) -> None:
     ------
     InvalidTokensError, InfeasibleError
         The message names the batch, layer and expert.
-    TypeError
-        Not an int64 array: see `as_tokens`.
     """
-    if type(tokens) is not np.ndarray or tokens.dtype != np.int64:
-        raise TypeError("tokens must be an int64 array")
     wrong = (tokens < 0) | (tokens > _core.MAX_TOKENS_PER_EXPERT)
     if wrong.any():
         _refuse_counts(placement, tokens, wrong)

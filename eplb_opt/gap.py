@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import os
 import platform
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TypeAlias
@@ -18,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from eplb_opt.demand import count_tokens
 from eplb_opt.errors import InvalidTokensError
 from eplb_opt.objective import Objective
-from eplb_opt.placement import Placement, slots_for
+from eplb_opt.placement import slots_for
 from eplb_opt.placers import PlacementMethod
 from eplb_opt.placing import solve_placement
 from eplb_opt.routers import RoutingMethod, TimeLimit, resolve_method
@@ -56,7 +58,9 @@ class GapRow:
     method
         As it was asked for.
     problems
-        Problems solved.
+        Problems answered; all figures below are of these.
+    unsolved
+        Problems that an exact engine left without an answer when its time was over.
     gap_mean, gap_p50, gap_p95, gap_p99, gap_max
         Of ``makespan / optimum - 1`` over problems.
     makespan, optimum
@@ -73,7 +77,7 @@ class GapRow:
     microseconds
         Wall time per problem of the routing call, the Python around it included.
     proven
-        Share of the problems whose optimum is proven (1.0 for the compiled exact methods).
+        Share of the problems whose answer the method itself proved to be optimal.
     """
 
     gpus: int
@@ -81,6 +85,7 @@ class GapRow:
     replication: float
     method: str
     problems: int
+    unsolved: int
     gap_mean: float
     gap_p50: float
     gap_p95: float
@@ -126,8 +131,13 @@ class GapStudy:
     rows: tuple[GapRow, ...]
 
     def to_json(self) -> str:
-        """Return the study as a JSON object."""
-        return json.dumps(asdict(self), indent=2)
+        """Return the study as a JSON object; what is not known (no problem answered) is null."""
+        study = asdict(self)
+        study["rows"] = [
+            {key: None if value != value else value for key, value in row.items()}
+            for row in study["rows"]
+        ]
+        return json.dumps(study, indent=2, allow_nan=False)
 
     def to_csv(self) -> str:
         """Return the rows as CSV with a header line."""
@@ -144,11 +154,12 @@ def optimality_gap(
     gpus: Sequence[int] = (8, 16, 32),
     replication: Sequence[float] = (1.125, 1.25, 1.5),
     redundant: Sequence[int] | None = None,
-    methods: Sequence[str | RoutingMethod] = DEFAULT_METHODS,
+    methods: Sequence[str | RoutingMethod] | None = None,
     objective: Objective | str = "activations",
     tokens: int = 32,
     steps: int | None = None,
     top_k: int = 8,
+    draft_layers: int = 0,
     place_on: Traffic | ArrayLike | None = None,
     placer: str | PlacementMethod = "deepseek",
     seed: int = 0,
@@ -171,7 +182,8 @@ def optimality_gap(
     redundant
         Redundant slots instead of replication ratios; experts + redundant must divide by the GPUs.
     methods
-        Routers, by name or as instances.
+        Routers, by name or as instances. Default: all of `DEFAULT_METHODS`, but for those that need
+        top-k ids where a trace holds counts only.
     objective
         What the gap is of.
     tokens
@@ -180,13 +192,15 @@ def optimality_gap(
         Batches; default 20, or the whole of a trace that is replayed.
     top_k
         Experts per token, where batches are drawn from a `LoadTrace`.
+    draft_layers
+        Layers at the end of the traffic that belong to a draft model; left out.
     place_on
         Traffic or load ``[layers, experts]`` that the placement is made for, instead of the
         popularity of the traffic itself.
     placer
         The placement method.
     seed
-        For drawing, and for methods with a seed of their own that they were not given.
+        For drawing.
     threads
         Threads over problems.
     stop
@@ -201,12 +215,13 @@ def optimality_gap(
     Raises
     ------
     InvalidTokensError
-        Also if a method needs top-k ids and the trace holds counts only.
+        Also if a method that was asked for needs top-k ids and the trace holds counts only.
 
     Notes
     -----
     A batch's rows are cut into equal local batches, one per GPU, for rules that depend on them.
-    Memory does not grow with the length of the trace, but for one number per problem and method.
+    Batches are routed 32 at a time (a method with a seed starts anew each time), so memory does not
+    grow with the length of the trace, but for one number per problem and method.
 
     Examples
     --------
@@ -215,15 +230,14 @@ def optimality_gap(
     (58, True)
     """
     objective = Objective.of(objective)
-    batches = _Batches.of(traffic, tokens=tokens, steps=steps, top_k=top_k, seed=seed)
-    load = batches.load if place_on is None else _load_of(place_on, batches)
-    experts = load.shape[1]
-    deployments = [
-        (g, slots_for(slots, g))
-        for g in gpus
-        for slots in _slot_counts(experts, g, replication, redundant)
-    ]
-    resolved = [(_label(m), resolve_method(m, objective)) for m in methods]
+    batches = _Batches.of(
+        traffic, tokens=tokens, steps=steps, top_k=top_k, draft_layers=draft_layers, seed=seed
+    )
+    load = batches.load if place_on is None else _load_of(place_on, draft_layers, batches)
+    deployments = _deployments(load.shape[1], gpus, replication, redundant)
+    resolved = [(_label(m), resolve_method(m, objective)) for m in methods or DEFAULT_METHODS]
+    if methods is None and not batches.holds_ids:
+        resolved = [(label, method) for label, method in resolved if not method.traits.needs]
 
     rows: list[GapRow] = []
     done, total = 0, len(deployments) * len(resolved) * batches.steps
@@ -238,14 +252,12 @@ def optimality_gap(
         ]
         for demand, ids in batches.chunks(num_gpus):
             best = optimum.route(demand)
-            live = _live(placement, demand)
             for tally in tallies:
                 tally.add(demand, ids, best, stop)
-                tally.live += live
                 done += len(demand)
                 if progress is not None:
                     progress(done, total)
-        rows += [tally.row(placement, objective) for tally in tallies]
+        rows += [tally.row() for tally in tallies]
     return GapStudy(
         traffic=batches.name,
         objective=objective.name,
@@ -275,30 +287,36 @@ class _Batches:
 
     @classmethod
     def of(
-        cls, traffic: Traffic | None, *, tokens: int, steps: int | None, top_k: int, seed: int
+        cls,
+        traffic: Traffic | None,
+        *,
+        tokens: int,
+        steps: int | None,
+        top_k: int,
+        draft_layers: int,
+        seed: int,
     ) -> _Batches:
         if tokens < 1 or (steps is not None and steps < 1):
             raise ValueError(f"tokens and steps must be at least 1, not {tokens} and {steps}")
         if traffic is None:
-            traffic, name = (
-                Workload.preset("deepseek-v3", seed=seed),
-                "DeepSeek-V3 decode, synthetic",
-            )
-        else:
-            name = (
-                str(traffic) if isinstance(traffic, (str, os.PathLike)) else type(traffic).__name__
-            )
+            traffic = Workload.preset("deepseek-v3", seed=seed)
+        name = str(traffic) if isinstance(traffic, (str, os.PathLike)) else "traffic in memory"
         source = _opened(traffic)
         if isinstance(source, LoadTrace) and source.num_steps == 1:
             name += ", drawn from its popularity"
             source = Workload.from_load(source.load(), top_k, seed=seed)
         if isinstance(source, Workload):
             popularity, drawn = source.popularity, source
+            if source is traffic:
+                layers, experts = popularity.shape
+                name = (
+                    f"synthetic traffic, {layers} layers of {experts} experts, top-{source.top_k}"
+                )
             return cls(
                 name,
                 steps or 20,
                 tokens,
-                *_moe_layers(popularity),
+                *_moe_layers(popularity, draft_layers),
                 at=lambda begin, end: drawn.draw(tokens, end - begin, first_step=begin),
                 holds_ids=True,
             )
@@ -308,7 +326,7 @@ class _Batches:
                 name,
                 len(counts),
                 None,
-                *_moe_layers(source.load()),
+                *_moe_layers(source.load(), draft_layers),
                 at=lambda begin, end: counts[begin:end],
                 holds_ids=False,
             )
@@ -317,7 +335,7 @@ class _Batches:
             name,
             len(cut),
             tokens,
-            *_moe_layers(source.load()),
+            *_moe_layers(source.load(), draft_layers),
             at=lambda begin, end: cut[begin:end],
             holds_ids=True,
         )
@@ -334,16 +352,13 @@ class _Batches:
 
 
 class _Tally:
-    """Adds up one method's answers, one number per problem."""
+    """Adds up one method's answers: sums, and the gap of every problem for its percentiles."""
 
     def __init__(self, label: str, router: Router) -> None:
         self.label = label
         self.router = router
-        self.live = np.zeros(2)
-        self._makespan: list[NDArray[np.float64]] = []
-        self._optimum: list[NDArray[np.float64]] = []
-        self._seconds = 0.0
-        self._activated = self._tokens = self._proven = 0
+        self._gaps: list[NDArray[np.float64]] = []
+        self._sums: defaultdict[str, float] = defaultdict(float)
 
     def add(
         self,
@@ -353,52 +368,71 @@ class _Tally:
         stop: TimeLimit | None,
     ) -> None:
         traits = self.router.method.traits
-        given = ids if traits.needs else None
         if traits.needs and ids is None:
             raise InvalidTokensError(
                 f"{self.label} needs {traits.needs[0]} and the trace holds counts only; leave the "
                 f"method out, or draw batches from the trace's load"
             )
         out = self.router.allocate(demand.shape)
+        out.tokens.fill(0)  # has the system map the pages now, not while the clock runs
         began = time.perf_counter()
         self.router.route(
-            demand, out=out, topk_ids=given, stop=stop if traits.extra == "exact" else None
+            demand,
+            out=out,
+            topk_ids=ids if traits.needs else None,
+            stop=stop if traits.extra == "exact" else None,
         )
-        self._seconds += time.perf_counter() - began
-        self._makespan.append(out.makespan.ravel())
-        self._optimum.append(best.makespan.ravel())
-        self._activated += int(out.activated.sum())
-        self._tokens += int(demand.sum())
-        self._proven += int((best.status == Status.OPTIMAL).sum())
+        self._sums["seconds"] += time.perf_counter() - began
 
-    def row(self, placement: Placement, objective: Objective) -> GapRow:
-        makespan, optimum = np.concatenate(self._makespan), np.concatenate(self._optimum)
-        count = makespan.size
-        gap = np.divide(makespan, optimum, out=np.ones_like(makespan), where=optimum > 0) - 1
-        p50, p95, p99 = np.percentile(gap, [50, 95, 99])
+        answered = out.status != Status.UNSOLVED
+        live = demand > 0
+        of_problem = {
+            "answered": answered,
+            "proven": out.status == Status.OPTIMAL,
+            "makespan": out.makespan,
+            "optimum": best.makespan,
+            "tokens": demand.sum(axis=-1),
+            "activated": out.activated.sum(axis=-1),
+            "live": live.sum(axis=-1),
+            "available": (live * self.router.placement.copies).sum(axis=-1),
+        }
+        for name, values in of_problem.items():
+            self._sums[name] += float(values[answered].sum())
+        self._sums["unsolved"] += float((~answered).sum())
+        one = np.ones_like(best.makespan)
+        gap = np.divide(out.makespan, best.makespan, out=one, where=best.makespan > 0) - 1
+        self._gaps.append(gap[answered])
+
+    def row(self) -> GapRow:
+        placement = self.router.placement
         slots = placement.num_gpus * placement.slots_per_gpu
-        live, available = self.live / count
-        total = self._tokens / count if objective.name == "tokens" else live
+        gaps = np.concatenate(self._gaps)
+        if not gaps.size:
+            gaps = np.array([np.nan])
+        p50, p95, p99 = np.percentile(gaps, [50, 95, 99])
+        mean = {name: total / gaps.size for name, total in self._sums.items()}
+        demand = "tokens" if self.router.objective.name == "tokens" else "live"
         return GapRow(
             gpus=placement.num_gpus,
             redundant=slots - placement.num_experts,
             replication=slots / placement.num_experts,
             method=self.label,
-            problems=count,
-            gap_mean=float(gap.mean()),
+            problems=int(self._sums["answered"]),
+            unsolved=int(self._sums["unsolved"]),
+            gap_mean=float(gaps.mean()),
             gap_p50=float(p50),
             gap_p95=float(p95),
             gap_p99=float(p99),
-            gap_max=float(gap.max()),
-            makespan=float(makespan.mean()),
-            optimum=float(optimum.mean()),
-            even=float(total / placement.num_gpus),
-            activated=self._activated / count,
-            tokens_per_activated=self._tokens / max(1, self._activated),
-            live_experts=float(live),
-            replicas_available=float(available),
-            microseconds=self._seconds / count * 1e6,
-            proven=self._proven / count,
+            gap_max=float(gaps.max()),
+            makespan=mean["makespan"],
+            optimum=mean["optimum"],
+            even=mean[demand] / placement.num_gpus,
+            activated=mean["activated"],
+            tokens_per_activated=self._sums["tokens"] / max(1.0, self._sums["activated"]),
+            live_experts=mean["live"],
+            replicas_available=mean["available"],
+            microseconds=mean["seconds"] * 1e6,
+            proven=mean["proven"],
         )
 
 
@@ -406,11 +440,13 @@ def _opened(traffic: Traffic) -> Workload | LoadTrace | TokenTrace:
     return read_trace(traffic) if isinstance(traffic, (str, os.PathLike)) else traffic
 
 
-def _load_of(place_on: Traffic | ArrayLike, batches: _Batches) -> NDArray[np.float64]:
+def _load_of(
+    place_on: Traffic | ArrayLike, draft_layers: int, batches: _Batches
+) -> NDArray[np.float64]:
     if isinstance(place_on, (str, os.PathLike, Workload, LoadTrace, TokenTrace)):
         source = _opened(place_on)
         load = source.popularity if isinstance(source, Workload) else source.load()
-        load, _ = _moe_layers(load)
+        load, _ = _moe_layers(load, draft_layers)
     else:
         load = np.asarray(place_on, dtype=np.float64)
     if load.shape != batches.load.shape:
@@ -421,41 +457,50 @@ def _load_of(place_on: Traffic | ArrayLike, batches: _Batches) -> NDArray[np.flo
     return load
 
 
-def _moe_layers(load: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
-    """Return the rows with any load, and which they are."""
+def _moe_layers(load: ArrayLike, draft_layers: int) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
+    """Return the rows with any load, but for a draft model's, and which they are."""
     array = np.asarray(load, dtype=np.float64)
+    if not 0 <= draft_layers < len(array):
+        raise ValueError(f"draft_layers is {draft_layers}; the traffic has {len(array)} layers")
+    array = array[: len(array) - draft_layers]
     layers = np.flatnonzero(array.any(axis=-1))
     if not layers.size:
         raise InvalidTokensError("the traffic holds no tokens in any layer")
     return array[layers], layers
 
 
-def _slot_counts(
-    experts: int, gpus: int, replication: Sequence[float], redundant: Sequence[int] | None
-) -> list[int]:
+def _deployments(
+    experts: int,
+    gpus: Sequence[int],
+    replication: Sequence[float],
+    redundant: Sequence[int] | None,
+) -> list[tuple[int, int]]:
+    """Return GPUs and slots per GPU of every deployment, each once."""
+    wrong = [g for g in gpus if g < 1] + [r for r in replication if not 1 <= r < math.inf]
+    if wrong:
+        raise ValueError(
+            f"GPUs and replication are at least 1 (a slot for every expert), not {wrong[0]}"
+        )
     if redundant is not None:
-        return [experts + extra for extra in redundant]
-    low = [ratio for ratio in replication if not ratio >= 1]
-    if low:
-        raise ValueError(f"replication is at least 1 (a slot for every expert), not {low[0]}")
-    return [int(np.ceil(round(experts * ratio / gpus, 9))) * gpus for ratio in replication]
+        per_gpu = [(g, slots_for(experts + extra, g)) for g in gpus for extra in redundant]
+    else:
+        # Rounded first: 256 * 1.1 is a little more than 281.6.
+        per_gpu = [(g, math.ceil(round(experts * r / g, 9))) for g in gpus for r in replication]
+    return list(dict.fromkeys(per_gpu))
 
 
 def _local_batches(ids: NDArray[np.integer], gpus: int) -> NDArray[np.int32]:
-    """Cut ``[steps, layers, rows, k]`` into ``[steps, layers, gpus, rows / gpus, k]``, padded."""
+    """Cut ``[steps, layers, rows, k]`` into ``[steps, layers, gpus, rows / gpus, k]``, padded.
+
+    Consecutive rows stay together, as the tokens of a prompt do; blocks differ by one row at most.
+    """
     steps, layers, rows, k = ids.shape
-    each = -(-rows // gpus)
-    by_gpu = np.full((steps, layers, gpus, each, k), -1, np.int32)
-    # Row r goes to GPU r mod gpus, so that the local batches differ by one row at most.
+    by_gpu = np.full((steps, layers, gpus, -(-rows // gpus), k), -1, np.int32)
     row = np.arange(rows)
-    by_gpu[:, :, row % gpus, row // gpus] = ids
+    gpu = row * gpus // rows
+    first_row = -(-gpu * rows // gpus)
+    by_gpu[:, :, gpu, row - first_row] = ids
     return by_gpu
-
-
-def _live(placement: Placement, demand: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the live experts and their replicas, summed over problems."""
-    live = demand > 0
-    return np.array([live.sum(), (live * placement.copies).sum()], dtype=np.float64)
 
 
 def _label(method: str | RoutingMethod) -> str:

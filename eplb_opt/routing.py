@@ -136,10 +136,7 @@ class Routing:
     @property
     def gap(self) -> NDArray[np.float64]:
         """Float64 ``[..., layers]``: ``makespan / bound - 1``; 0 where both are 0."""
-        both_zero = (self.makespan == 0) & (self.bound == 0)
-        return np.asarray(
-            np.where(both_zero, 0.0, self.makespan / np.where(both_zero, 1.0, self.bound) - 1)
-        )
+        return _gap(self.makespan, self.bound)
 
     def gpu_tokens(self) -> NDArray[np.int64]:
         """Return int64 ``[..., layers, gpus]``: the tokens of every GPU."""
@@ -226,7 +223,7 @@ class Routing:
             tokens_per_activated=float(expert_tokens.sum()) / max(1, int(activated.sum())),
             makespan=total_makespan / max(1, makespan.size),
             bound=total_bound / max(1, bound.size),
-            gap=0.0 if total_makespan == total_bound == 0 else total_makespan / total_bound - 1,
+            gap=float(_gap(np.float64(total_makespan), np.float64(total_bound))),
             load_p50=float(p50),
             load_p95=float(p95),
             load_p99=float(p99),
@@ -252,6 +249,14 @@ class Routing:
             self.status,
             self.certificate,
         )
+
+
+def _gap(
+    makespan: NDArray[np.float64] | np.float64, bound: NDArray[np.float64] | np.float64
+) -> NDArray[np.float64]:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        gap = makespan / bound - 1
+    return np.where((makespan == 0) & (bound == 0), 0.0, gap)
 
 
 class Router:
@@ -282,7 +287,16 @@ class Router:
     array([2, 1])
     """
 
-    __slots__ = ("_prove", "_proves", "_solve", "method", "objective", "placement", "threads")
+    __slots__ = (
+        "_compiled",
+        "_prove",
+        "_proves",
+        "_solve",
+        "method",
+        "objective",
+        "placement",
+        "threads",
+    )
 
     def __init__(
         self,
@@ -299,6 +313,7 @@ class Router:
         self.method = resolve_method(method, self.objective)
         self.threads = threads
         self._solve = self.method.bind(placement, self.objective, threads)
+        self._compiled = self.method.traits.compiled
         self._proves = self.method.traits.exact
         self._prove = (
             _core.prove_tokens if self.objective.name == "tokens" else _core.prove_activations
@@ -333,10 +348,12 @@ class Router:
         if source_tokens is not None or topk_ids is not None or stop is not None:
             tokens = as_tokens(self.placement, tokens)
             context = Context.of(self.placement, tokens, source_tokens, topk_ids, stop)
+        if not self._compiled:
+            tokens = self._made_ready(tokens, out)
         try:
             self._solve(tokens, out, context)  # type: ignore[arg-type]  # refuses all else
         except (TypeError, ValueError):
-            # Methods refuse what is not a contiguous int64 array of the answer's shape; only then
+            # The core refuses what is not a contiguous int64 array of the answer's shape. Only then
             # is it worth finding out what the caller gave.
             ready = self._made_ready(tokens, out)
             if ready is tokens:

@@ -25,7 +25,7 @@ from eplb_opt.bounds import certified_bound
 from eplb_opt.demand import as_tokens
 from eplb_opt.errors import SolverUnavailableError
 from eplb_opt.placement import EMPTY, Placement
-from eplb_opt.routing import Routing, Status
+from eplb_opt.routing import Routing, Status, solve_routing
 
 try:
     from hypothesis import strategies as st
@@ -133,16 +133,19 @@ def check_routing(placement: Placement, tokens: ArrayLike, routing: Routing) -> 
     routed = np.asarray(routing.tokens)
     shape = (*demand.shape[:-1], placement.num_gpus, placement.slots_per_gpu)
     _require(routed.shape == shape, f"tokens have shape {routed.shape}, not {shape}")
-    solved = np.asarray(routing.status) != Status.UNSOLVED
+    status = np.asarray(routing.status)
+    _require(bool(np.isin(status, list(Status)).all()), "a status is no Status")
+    solved = status != Status.UNSOLVED
+    _require(not routed[~solved].any(), "a problem that is UNSOLVED has tokens routed")
     _require(bool((routed >= 0).all()), "a replica takes a negative number of tokens")
 
     by_layer = routed.reshape(-1, placement.num_layers, placement.expert_of.shape[1])
     lost = by_layer * (placement.expert_of == EMPTY)
     _require(not lost.any(), "an empty slot takes tokens")
     served = np.zeros((*by_layer.shape[:2], placement.num_experts), np.int64)
+    layer = np.arange(placement.num_layers)
     for slot in range(by_layer.shape[2]):
-        for layer in range(placement.num_layers):
-            served[:, layer, placement.expert_of[layer, slot]] += by_layer[:, layer, slot]
+        served[:, layer, placement.expert_of[:, slot]] += by_layer[:, :, slot]
     wrong = (served.reshape(demand.shape) != demand) & solved[..., None]
     if wrong.any():
         at = tuple(int(i) for i in np.argwhere(wrong)[0])
@@ -162,7 +165,11 @@ def check_routing(placement: Placement, tokens: ArrayLike, routing: Routing) -> 
     _require(
         bool((routing.bound[proven] <= makespan[proven]).all()), "a makespan is below its bound"
     )
-    optimal = np.asarray(routing.status) == Status.OPTIMAL
+    # Any valid routing refutes a bound above it; this one is the best that there is.
+    best = solve_routing(placement, demand, objective=routing.objective).makespan
+    known = ~np.isnan(routing.bound)
+    _require(bool((routing.bound[known] <= best[known]).all()), "a bound is above the optimum")
+    optimal = status == Status.OPTIMAL
     _require(
         bool(np.array_equal(routing.bound[optimal], makespan[optimal])),
         "status is OPTIMAL where the makespan does not meet the bound",

@@ -71,8 +71,8 @@ def read_npz(path: Path) -> tuple[str, npt.NDArray[Any], npt.NDArray[Any] | None
             )
             found = ", ".join(names[:8]) or "none"
             raise FormatError(path, "", f"expected exactly {expected}; arrays found: {found}")
-        array = _member(path, archive, known[0])
-        generation = _member(path, archive, GENERATION_KEY) if GENERATION_KEY in names else None
+        array = member(path, archive, known[0])
+        generation = member(path, archive, GENERATION_KEY) if GENERATION_KEY in names else None
         return known[0], array, generation
 
 
@@ -98,7 +98,7 @@ def read_csv(path: Path) -> npt.NDArray[np.int64]:
     return stack_rows(path, _csv_rows(path), cell)
 
 
-def _member(path: Path, archive: zipfile.ZipFile, name: str) -> npt.NDArray[Any]:
+def member(path: Path, archive: zipfile.ZipFile, name: str) -> npt.NDArray[Any]:
     with parsing(path, lambda: name), archive.open(f"{name}.npy") as member:
         try:
             return np.lib.format.read_array(member, allow_pickle=False)

@@ -115,7 +115,7 @@ def _rows(path: Path, file: BinaryIO) -> Iterator[tuple[int, str, list[Any]]]:
     cursor = _Cursor()
     with parsing(path, cursor.place):
         events = ijson.basic_parse(file, use_float=True)
-        keys = _top_level_keys(events)
+        keys = top_level_keys(events)
         others = []
         for key in keys:
             if key == _KEY:
@@ -128,7 +128,7 @@ def _rows(path: Path, file: BinaryIO) -> Iterator[tuple[int, str, list[Any]]]:
             raise FormatError(path, _KEY, "this key occurs twice")
 
 
-def _top_level_keys(events: _Events) -> Iterator[str]:
+def top_level_keys(events: _Events) -> Iterator[str]:
     """Yield the keys of the outermost object; what is left unread of their values is skipped."""
     depth = 0
     for event, value in events:

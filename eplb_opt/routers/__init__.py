@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from eplb_opt.objective import Objective
-from eplb_opt.routers.base import RoutingMethod, TimeLimit, Traits
+from eplb_opt.routers.base import Context, RoutingMethod, Solve, TimeLimit, Traits, finish
 from eplb_opt.routers.cp_sat import CpSat
 from eplb_opt.routers.flow import Flow
 from eplb_opt.routers.highs import Highs
@@ -23,6 +23,7 @@ from eplb_opt.routers.uniform import Uniform
 from eplb_opt.routers.vllm_hash import VllmHash
 
 __all__ = [
+    "Context",
     "CpSat",
     "Flow",
     "Highs",
@@ -33,11 +34,13 @@ __all__ = [
     "Random",
     "RankMod",
     "RoutingMethod",
+    "Solve",
     "TimeLimit",
     "Traits",
     "TrtLlm",
     "Uniform",
     "VllmHash",
+    "finish",
     "resolve_method",
     "routing_methods",
 ]

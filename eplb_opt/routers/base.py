@@ -103,9 +103,9 @@ NO_CONTEXT = Context()
 Solve = Callable[[NDArray[np.int64], "Routing", Context], None]
 """Route tokens into the answer, whose arrays are overwritten.
 
-The tokens are what the caller gave. A solve that meets anything but a contiguous int64 array of the
-answer's shape raises TypeError or ValueError (`eplb_opt.demand.reject_tokens` does, and so does the
-core); the router then converts or explains.
+The tokens are contiguous int64 of the answer's shape, their values unchecked: call
+`eplb_opt.demand.reject_tokens` first. (A compiled method is handed what the caller gave. The core
+refuses what is not of that form, and checks values as it reads them.)
 """
 
 
@@ -125,6 +125,8 @@ class Traits:
         Inputs besides the tokens, ``"source_tokens"`` or ``"topk_ids"``.
     extra
         The extra that installs what it needs, or None.
+    compiled
+        Whether the core solves it, which checks tokens itself.
     """
 
     summary: str
@@ -132,6 +134,7 @@ class Traits:
     exact: bool = False
     needs: tuple[str, ...] = ()
     extra: str | None = None
+    compiled: bool = False
 
 
 class RoutingMethod(Protocol):

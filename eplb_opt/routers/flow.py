@@ -36,6 +36,7 @@ class Flow:
         "max-flow: fewest tokens on the fullest GPU, experts split to the token",
         objectives=("tokens",),
         exact=True,
+        compiled=True,
     )
 
     def bind(self, placement: Placement, objective: Objective, threads: int) -> Solve:

@@ -43,6 +43,7 @@ class Matching:
         "optimal semi-matching: fewest activated replicas on the fullest GPU",
         objectives=("activations",),
         exact=True,
+        compiled=True,
     )
 
     lexicographic: bool = False

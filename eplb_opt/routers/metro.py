@@ -41,7 +41,9 @@ class Metro:
     O(candidates) per problem.
     """
 
-    traits: ClassVar[Traits] = Traits("METRO's greedy router (Algorithm 1) in a fixed order")
+    traits: ClassVar[Traits] = Traits(
+        "METRO's greedy router (Algorithm 1) in a fixed order", compiled=True
+    )
 
     order: Order | tuple[int, ...] = "expert"
     seed: int = 0

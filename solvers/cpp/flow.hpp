@@ -96,22 +96,21 @@ class Flow {
     }
 
     void pour_over(std::span<const Candidate> candidates, std::int64_t tokens) {
-        std::array<Candidate, GpuSet<W>::capacity> by_load;
         const int n = static_cast<int>(candidates.size());
         for (int i = 0; i < n; ++i) {  // insertion sort: few, and stable
             int at = i;
-            for (; at > 0 && load_[by_load[at - 1].gpu] > load_[candidates[i].gpu]; --at)
-                by_load[at] = by_load[at - 1];
-            by_load[at] = candidates[i];
+            for (; at > 0 && load_[by_load_[at - 1].gpu] > load_[candidates[i].gpu]; --at)
+                by_load_[at] = by_load_[at - 1];
+            by_load_[at] = candidates[i];
         }
         // The `wet` lightest rise to a common level: the most of them that the tokens can lift.
         int wet = 1;
-        std::int64_t volume = tokens + load_[by_load[0].gpu];
-        while (wet < n && volume > wet * load_[by_load[wet].gpu]) volume += load_[by_load[wet++].gpu];
+        std::int64_t volume = tokens + load_[by_load_[0].gpu];
+        while (wet < n && volume > wet * load_[by_load_[wet].gpu]) volume += load_[by_load_[wet++].gpu];
         for (int i = 0; i < n; ++i) {
-            std::int64_t& load = load_[by_load[i].gpu];
+            std::int64_t& load = load_[by_load_[i].gpu];
             const std::int64_t level = i < wet ? volume / wet + (i < volume % wet) : load;
-            routed_[by_load[i].slot] = level - load;
+            routed_[by_load_[i].slot] = level - load;
             load = level;
         }
     }
@@ -154,6 +153,7 @@ class Flow {
     std::int64_t* routed_;
     std::array<std::int64_t, GpuSet<W>::capacity> load_{};
     std::array<std::int32_t, GpuSet<W>::capacity> edge_;
+    std::array<Candidate, GpuSet<W>::capacity> by_load_;
     std::int64_t target_ = 0;
     GpuSet<W> certificate_;
 };

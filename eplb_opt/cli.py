@@ -1,0 +1,552 @@
+"""The command line: ``eplb-opt gap | route | validate | presets``."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from enum import Enum
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from typer.core import TyperGroup
+
+from eplb_opt.demand import count_tokens
+from eplb_opt.errors import EplbError, InvalidTokensError
+from eplb_opt.formats.placements import holds_placement, read_placement
+from eplb_opt.gap import DEFAULT_METHODS, optimality_gap
+from eplb_opt.objective import Objective
+from eplb_opt.placement import Placement
+from eplb_opt.plots import plot_gap
+from eplb_opt.report import (
+    many,
+    print_placement,
+    print_presets,
+    print_routing,
+    print_study,
+    print_trace,
+)
+from eplb_opt.routers import TimeLimit, resolve_method
+from eplb_opt.routing import solve_routing
+from eplb_opt.trace import LoadTrace, TokenTrace, read_trace
+from eplb_opt.workload import Stage, Workload, model_shape
+
+__all__ = ["app"]
+
+_Number = TypeVar("_Number", int, float)
+
+
+class _Commands(TyperGroup):
+    """The commands, with what they raise on purpose turned into a line and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with _warnings_as_lines():
+            try:
+                return super().invoke(ctx)
+            except KeyboardInterrupt:
+                raise typer.Exit(130) from None
+            except OSError as error:
+                if error.errno == errno.EPIPE:  # `eplb-opt ... | head`: nobody is left to tell
+                    raise
+                _say("error", f"{error.filename}: {error.strerror}" if error.filename else error)
+            except (EplbError, ValueError) as error:
+                _say("error", error)
+        raise typer.Exit(1)
+
+
+app = typer.Typer(
+    name="eplb-opt",
+    cls=_Commands,
+    help="Expert placement and routing for mixture-of-experts serving, with proven optima.",
+    epilog="Start with [bold]eplb-opt gap[/bold]: how far METRO and the serving engines' rules are"
+    " from the optimum, on DeepSeek-V3 traffic, in seconds.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+class _Objective(str, Enum):
+    activations = "activations"
+    tokens = "tokens"
+
+
+class _Stage(str, Enum):
+    decode = "decode"
+    prefill = "prefill"
+
+
+class _Kind(str, Enum):
+    placement = "placement"
+    trace = "trace"
+
+
+_ObjectiveOption = Annotated[
+    _Objective,
+    typer.Option(
+        help="What the fullest GPU has most of: activated replicas (decode) or tokens (prefill).",
+        rich_help_panel="Methods",
+    ),
+]
+_ThreadsOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1, show_default="all cores", help="Threads over problems.", rich_help_panel="Methods"
+    ),
+]
+_TimeLimitOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        metavar="SECONDS",
+        show_default=False,
+        help="Time limit of each call of an exact engine (highs, cp-sat, pulp).",
+        rich_help_panel="Methods",
+    ),
+]
+
+
+@app.callback()
+def main(
+    _: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            is_eager=True,
+            callback=lambda wanted: _show_version() if wanted else None,
+            help="Print the version and exit.",
+        ),
+    ] = False,
+) -> None:
+    """Expert placement and routing for mixture-of-experts serving, with proven optima."""
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "  eplb-opt gap\n\n"
+    "  eplb-opt gap decode.json --gpus 32 --redundant 32,64 --plot gap.pdf\n\n"
+    "  eplb-opt gap --model qwen3-235b --method metro --method highs --time-limit 60 --steps 2"
+)
+def gap(
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="FILE",
+            show_default=False,
+            help="Recorded traffic: SGLang's logical_count (.json, .pt), counts (.npy, .npz, .csv)"
+            " or top-k ids (.npz). Counts of several steps and ids are replayed; from one step of"
+            " counts, batches are drawn. Without a file: synthetic DeepSeek-V3 decode traffic.",
+        ),
+    ] = None,
+    gpus: Annotated[
+        str,
+        typer.Option(metavar="N,N,...", help="Numbers of GPUs.", rich_help_panel="Deployments"),
+    ] = "8,16,32",
+    replication: Annotated[
+        str | None,
+        typer.Option(
+            metavar="R,R,...",
+            show_default="1.125,1.25,1.5",
+            help="Slots over experts, rounded up to fill every GPU equally.",
+            rich_help_panel="Deployments",
+        ),
+    ] = None,
+    redundant: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,...",
+            show_default=False,
+            help="Slots beyond one per expert, instead of ratios.",
+            rich_help_panel="Deployments",
+        ),
+    ] = None,
+    place_on: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            show_default="the traffic itself",
+            help="Traffic that the placement is made for; judge it on another stage's.",
+            rich_help_panel="Deployments",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            show_default="deepseek-v3",
+            help="Model of synthetic traffic; see eplb-opt presets.",
+            rich_help_panel="Traffic",
+        ),
+    ] = None,
+    stage: Annotated[
+        _Stage | None,
+        typer.Option(
+            show_default="decode", help="Stage of synthetic traffic.", rich_help_panel="Traffic"
+        ),
+    ] = None,
+    tokens: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Tokens of a batch over all GPUs, where batches are drawn or cut from top-k ids.",
+            rich_help_panel="Traffic",
+        ),
+    ] = 32,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            show_default="20, or all of a trace",
+            help="Batches.",
+            rich_help_panel="Traffic",
+        ),
+    ] = None,
+    top_k: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Experts per token, where batches are drawn from counts.",
+            rich_help_panel="Traffic",
+        ),
+    ] = 8,
+    draft_layers: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Layers at the end of FILE that belong to a draft model; left out.",
+            rich_help_panel="Traffic",
+        ),
+    ] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="For drawing batches.", rich_help_panel="Traffic")
+    ] = 0,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[:OPTION=VALUE,...]",
+            show_default="optimal, METRO, engines' rules",
+            help="A routing method, see eplb-opt presets; repeat for more.",
+            rich_help_panel="Methods",
+        ),
+    ] = None,
+    objective: _ObjectiveOption = _Objective.activations,
+    threads: _ThreadsOption = None,
+    time_limit: _TimeLimitOption = None,
+    json: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|-",
+            show_default=False,
+            help="Write the study as JSON; - for standard output, in place of the tables.",
+            rich_help_panel="Output",
+        ),
+    ] = None,
+    csv: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|-",
+            show_default=False,
+            help="Write the rows as CSV, likewise.",
+            rich_help_panel="Output",
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="Draw gap over replication: .pdf, .svg or .png.",
+            rich_help_panel="Output",
+        ),
+    ] = None,
+    quiet: Annotated[
+        bool,
+        typer.Option("--quiet", help="No tables, no progress bar.", rich_help_panel="Output"),
+    ] = False,
+) -> None:
+    """Measure how far routing methods are from the proven optimum.
+
+    For every deployment (GPUs x replication) experts are placed by DeepSeek's EPLB, every method
+    routes the same batches, and the optimum of each problem (a layer and a batch) is proven.
+    """
+    if replication is not None and redundant is not None:
+        raise typer.BadParameter("give one of --replication and --redundant")
+    if file is not None and (model is not None or stage is not None):
+        raise typer.BadParameter("--model and --stage are for synthetic traffic: leave FILE out")
+    if json == csv == "-":
+        raise typer.BadParameter("only one of --json and --csv can be -")
+    _require_folders(json, csv, plot)
+    if plot is not None and plot.suffix not in (".pdf", ".svg", ".png"):
+        raise typer.BadParameter(f"{plot} ends in neither .pdf, .svg nor .png")
+    counts = _numbers("--gpus", gpus, int, least=1)
+    ratios = _numbers("--replication", replication or "1.125,1.25,1.5", float, least=1)
+    extra = None if redundant is None else _numbers("--redundant", redundant, int, least=0)
+
+    shape = model_shape(model or "deepseek-v3")
+    drawn: Stage = "prefill" if stage is _Stage.prefill else "decode"
+    with _progress(quiet) as progress:
+        study = optimality_gap(
+            file or Workload.preset(shape.name, drawn, seed=seed),
+            gpus=counts,
+            replication=ratios,
+            redundant=extra,
+            methods=method or None,
+            objective=objective.value,
+            tokens=tokens,
+            steps=steps,
+            top_k=top_k,
+            draft_layers=draft_layers,
+            place_on=place_on,
+            seed=seed,
+            threads=threads or _cores(),
+            stop=None if time_limit is None else TimeLimit(time_limit),
+            progress=progress,
+        )
+    if file is None:
+        study = replace(study, traffic=f"{shape.name} {drawn}, synthetic")
+    left_out = [] if method else sorted({*DEFAULT_METHODS} - {row.method for row in study.rows})
+    if left_out:
+        _say("note", f"the trace holds counts only; left out: {', '.join(left_out)}")
+    if not quiet and "-" not in (json, csv):
+        print_study(study)
+    _write(json, study.to_json() + "\n")
+    _write(csv, study.to_csv())
+    if plot is not None:
+        plot_gap(study, plot)
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "  eplb-opt route placement.npy tokens.npy\n\n"
+    "  eplb-opt route map.json tokens.csv --gpus 8 --method metro --out routing.npz"
+)
+def route(
+    placement: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PLACEMENT",
+            help="The placement: slots or a mask (.npy, .npz), a physical-to-logical map (.json,"
+            " .npz) or vLLM-Ascend's expert map (.json).",
+        ),
+    ],
+    tokens: Annotated[
+        Path,
+        typer.Argument(
+            metavar="TOKENS",
+            help="The batches: counts per step, layer and expert (.json, .pt, .npy, .npz, .csv) or"
+            " top-k ids (.npz). Dense layers, without any token, are left out if need be.",
+        ),
+    ],
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            show_default="as the file says",
+            help="GPUs; a physical-to-logical map does not tell.",
+        ),
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            show_default="all",
+            help="Tokens of a batch, where TOKENS holds top-k ids.",
+        ),
+    ] = None,
+    method: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME[:OPTION=VALUE,...]",
+            help="The routing method; see eplb-opt presets.",
+            rich_help_panel="Methods",
+        ),
+    ] = "optimal",
+    objective: _ObjectiveOption = _Objective.activations,
+    threads: _ThreadsOption = None,
+    time_limit: _TimeLimitOption = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.npz",
+            show_default=False,
+            help="Write tokens (by step, layer, GPU and slot), activated, makespan, bound, status"
+            " and certificate.",
+        ),
+    ] = None,
+) -> None:
+    """Route recorded batches on a placement, and prove how good the routing is."""
+    _require_folders(out)
+    needs = resolve_method(method, Objective(objective.value)).traits.needs
+    if needs:
+        raise InvalidTokensError(
+            f"{method} needs {needs[0]}, and route reads tokens per expert: compare it by "
+            f"eplb-opt gap FILE --method {method}, or call eplb_opt.solve_routing with {needs[0]}="
+        )
+    onto = read_placement(placement, num_gpus=gpus)
+    trace = read_trace(tokens, num_experts=onto.num_experts)
+    routing = solve_routing(
+        onto,
+        _demand(trace, onto, batch),
+        objective=objective.value,
+        method=method,
+        stop=None if time_limit is None else TimeLimit(time_limit),
+        threads=threads or _cores(),
+    )
+    print_routing(routing, method)
+    if out is not None:
+        np.savez_compressed(
+            out,
+            tokens=routing.tokens,
+            activated=routing.activated,
+            makespan=routing.makespan,
+            bound=routing.bound,
+            status=routing.status,
+            certificate=routing.certificate,
+        )
+
+
+@app.command(
+    epilog="What a file holds is decided by the names in it (.json, .npz) or its suffix (.csv and"
+    " .pt hold traffic). A bare .npy is a placement if it is boolean, or if its integers can be"
+    " the slots of a placement: every expert occurs, seldom twice on a GPU. --as overrules that."
+    "\n\nExample:\n\n  eplb-opt validate expert_map.json"
+)
+def validate(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A placement, or recorded traffic.")],
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            show_default="as the file says",
+            help="GPUs of a placement; a physical-to-logical map does not tell.",
+        ),
+    ] = None,
+    kind: Annotated[
+        _Kind | None,
+        typer.Option("--as", show_default="by content", help="What the file holds."),
+    ] = None,
+) -> None:
+    """Check a file: what it holds, whether it is valid, and what is odd about it."""
+    found = kind or (_Kind.placement if holds_placement(file) else _Kind.trace)
+    if kind is None and found is _Kind.trace and file.suffix.lower() in (".npy", ".npz", ".json"):
+        _say("note", "no placement was recognised in it; --as placement insists")
+    if found is _Kind.placement:
+        print_placement(read_placement(file, num_gpus=gpus), f"{file}: a valid placement")
+    else:
+        print_trace(read_trace(file), f"{file}: a valid trace")
+
+
+@app.command(epilog="Example:\n\n  eplb-opt gap --model kimi-k2 --method metro:order=random,seed=3")
+def presets() -> None:
+    """List the models, objectives, routing methods and placement methods."""
+    print_presets()
+
+
+# What the commands read
+
+
+def _numbers(option: str, text: str, kind: type[_Number], *, least: int) -> list[_Number]:
+    """Read the value of an option as numbers between commas."""
+    try:
+        numbers = [kind(part) for part in text.split(",")]
+    except ValueError:
+        problem = f"expected numbers between commas, not {text!r}"
+        raise typer.BadParameter(problem, param_hint=option) from None
+    for number in numbers:
+        if not least <= number < float("inf"):
+            problem = f"expected numbers from {least}, not {number}"
+            raise typer.BadParameter(problem, param_hint=option)
+    return numbers
+
+
+def _demand(
+    trace: LoadTrace | TokenTrace, placement: Placement, batch: int | None
+) -> NDArray[np.integer]:
+    """Return the batches of a trace as int [steps, layers, experts] or [steps, experts]."""
+    if isinstance(trace, LoadTrace):
+        counts: NDArray[np.integer] = trace.tokens
+    else:
+        ids = trace.batches(trace.num_tokens if batch is None else batch)
+        counts = count_tokens(ids, placement.num_experts)
+    if counts.shape[1] != placement.num_layers:
+        served = np.flatnonzero(counts.any(axis=(0, 2)))
+        if served.size == placement.num_layers:
+            dense = counts.shape[1] - served.size
+            _say("note", f"left out {many(dense, 'layer')} without any token")
+            counts = counts[:, served]
+    if counts.shape[1] != placement.num_layers:
+        raise InvalidTokensError(
+            f"the traffic has {many(counts.shape[1], 'layer')}, "
+            f"the placement {placement.num_layers}"
+        )
+    return counts if placement.layered else counts[:, 0]
+
+
+def _cores() -> int:
+    """Return the cores that this process may use."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+# What the commands write
+
+
+def _show_version() -> None:
+    typer.echo(f"eplb-opt {version('eplb-opt')}")
+    raise typer.Exit
+
+
+def _say(kind: str, message: object) -> None:
+    """Write one line beside the results."""
+    typer.echo(f"{kind}: {message}", err=True)
+
+
+@contextmanager
+def _warnings_as_lines() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", category=UserWarning, module="eplb_opt")
+        warnings.showwarning = lambda message, *_, **__: _say("warning", message)
+        yield
+
+
+def _require_folders(*targets: str | Path | None) -> None:
+    """Refuse a file that could not be written, before the work and not after it."""
+    for target in targets:
+        if target is not None and not Path(target).parent.is_dir():
+            raise typer.BadParameter(f"{Path(target).parent} is not a folder")
+
+
+def _write(target: str | None, text: str) -> None:
+    if target == "-":
+        typer.echo(text, nl=False)
+    elif target is not None:
+        Path(target).write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """Show a progress bar on standard error, if that is a terminal."""
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("routing"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,266 @@
+"""Figures of a study, for papers and pages; matplotlib is imported when one is drawn."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb_opt.errors import SolverUnavailableError
+from eplb_opt.gap import GapStudy
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["plot_gap"]
+
+_INK, _GRID = "#333333", "#e6e6e6"
+# Okabe and Ito's colours, told apart with every kind of colour vision, but for their yellow, which
+# is too faint for lines on white, and black, which is for the optimum.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#7F7F7F")
+_MARKERS = "sD^vPXh<>p"
+_LABEL_SIZE = 7.0  # points, like all lengths of type below
+_STYLE: Mapping[Any, Any] = MappingProxyType(
+    {
+        "font.size": 8,
+        "axes.titlesize": 8,
+        "axes.labelsize": 8,
+        "xtick.labelsize": _LABEL_SIZE,
+        "ytick.labelsize": _LABEL_SIZE,
+        "text.color": _INK,
+        "axes.edgecolor": _INK,
+        "axes.labelcolor": _INK,
+        "xtick.color": _INK,
+        "ytick.color": _INK,
+        "axes.linewidth": 0.6,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.axisbelow": True,
+        "xtick.major.width": 0.6,
+        "ytick.major.width": 0.6,
+        "xtick.major.size": 2.5,
+        "ytick.major.size": 2.5,
+        "lines.linewidth": 1.0,
+        "lines.markersize": 3.5,
+        "lines.markeredgewidth": 0.4,
+        "pdf.fonttype": 42,  # many journals refuse the Type 3 fonts of the default
+    }
+)
+_GAP = "gap to the proven optimum (%)\nmean, to the 95th percentile"
+
+
+def plot_gap(study: GapStudy, path: str | os.PathLike[str]) -> None:
+    """Draw how far each method is from the proven optimum, by replication.
+
+    A panel per number of GPUs, with one y axis for all: the mean gap in per cent as a line per
+    method, and a pale one up to the 95th percentile. If the gaps span a wide range, the axis is
+    drawn on a square-root scale, which shows zero. A study without two replication ratios for any
+    number of GPUs gives a row per method instead.
+
+    Parameters
+    ----------
+    study
+        What `eplb_opt.optimality_gap` returned.
+    path
+        Where to write it; the suffix decides: ``.pdf`` and ``.svg`` are vector graphics, ``.png``
+        has 200 dots per inch. One panel fits a column of a two-column paper, three fit its page.
+
+    Raises
+    ------
+    SolverUnavailableError
+        When matplotlib is not installed.
+    ValueError
+        When the study has no rows, or matplotlib does not know the suffix.
+    OSError
+        When the file cannot be written.
+    """
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise SolverUnavailableError(
+            "plots need matplotlib: pip install 'eplb-opt[plot]'"
+        ) from None
+    if not study.rows:
+        raise ValueError("the study has no rows to draw")
+    panels = _panels(study)
+    with mpl.rc_context(dict(_STYLE)):
+        figure = Figure(layout="constrained", dpi=200)
+        if any(line.ratio.size > 1 for lines in panels.values() for line in lines):
+            _draw_lines(figure, panels)
+        else:
+            _draw_rows(figure, panels)
+        title = f"Optimality gap: {study.traffic}, {study.objective}"
+        figure.savefig(Path(path), metadata={"Title": title})
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """One method in one panel: gaps in per cent by rising replication, float64 each."""
+
+    method: str
+    colour: str
+    marker: str
+    ratio: NDArray[np.float64]
+    mean: NDArray[np.float64]
+    p95: NDArray[np.float64]
+
+    @property
+    def high(self) -> NDArray[np.float64]:
+        """Where the whiskers end: a mean can lie above the 95th percentile."""
+        return np.fmax(self.mean, self.p95)
+
+
+def _panels(study: GapStudy) -> dict[int, list[_Line]]:
+    """Return the lines of every number of GPUs, methods in the study's order."""
+    looks = _looks(study)
+    panels = {}
+    for gpus in sorted({row.gpus for row in study.rows}):
+        lines = []
+        for method, look in looks.items():
+            # By ratio, since several that were asked for may round to one.
+            points = {
+                row.replication: (row.replication, 100 * row.gap_mean, 100 * row.gap_p95)
+                for row in study.rows
+                if (row.gpus, row.method) == (gpus, method)
+            }
+            if points:
+                ratio, mean, p95 = np.array(sorted(points.values())).T
+                lines.append(_Line(method, *look, ratio, mean, p95))
+        panels[gpus] = lines
+    return panels
+
+
+def _looks(study: GapStudy) -> dict[str, tuple[str, str]]:
+    """Return colour and marker by method; methods without any gap are drawn in ink."""
+    looks = cycle(zip(cycle(_COLOURS), _MARKERS * len(_COLOURS), strict=False))
+    gapped = {row.method for row in study.rows if row.gap_max != 0}
+    methods = dict.fromkeys(row.method for row in study.rows)
+    return {method: next(looks) if method in gapped else (_INK, "o") for method in methods}
+
+
+def _draw_lines(figure: Figure, panels: Mapping[int, Sequence[_Line]]) -> None:
+    """Draw gap over replication: a panel per number of GPUs, a line per method."""
+    most = max(map(len, panels.values()))
+    figure.set_size_inches(1.75 + 1.75 * len(panels), max(2.6, 0.8 + 0.13 * most))
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    _scale(axes[0], "y", panels)
+    step = np.diff(
+        np.unique([r for lines in panels.values() for line in lines for r in line.ratio])
+    )
+    apart = min(0.06, 0.6 / most) * step.min()  # side by side, lest the whiskers hide each other
+    for ax, (gpus, lines) in zip(axes, panels.items(), strict=True):
+        ratios = np.unique(np.concatenate([line.ratio for line in lines]))
+        for at, line in enumerate(lines):
+            shift = 0 if line.colour == _INK else (at - (len(lines) - 1) / 2) * apart
+            x = line.ratio + shift
+            ax.vlines(x, line.mean, line.high, color=line.colour, alpha=0.35, linewidth=1.2)
+            ax.plot(x, line.mean, line.marker + "-", color=line.colour, mec="white", clip_on=False)
+        ax.set_xticks(ratios, _tick_labels(ratios))
+        ax.grid(axis="y", color=_GRID, linewidth=0.5)
+        ax.set_title(f"{gpus} GPUs")
+    axes[0].set_ylabel(_GAP)
+    axes[len(axes) // 2].set_xlabel("replication (slots / experts)")
+    _label_ends(figure, axes[-1], list(panels.values())[-1])
+
+
+def _tick_labels(ratios: NDArray[np.float64]) -> list[str]:
+    """Return the ratios as text, empty where the label before leaves no room."""
+    room = 0.2 * (ratios[-1] - ratios[0])
+    labels, last = [], -np.inf
+    for ratio in ratios:
+        fits = ratio - last > room
+        last = ratio if fits else last
+        labels.append(f"{ratio:.5g}" if fits else "")
+    return labels
+
+
+def _draw_rows(figure: Figure, panels: Mapping[int, Sequence[_Line]]) -> None:
+    """Draw gaps of one replication ratio: a panel per number of GPUs, a row per method."""
+    methods = list(dict.fromkeys(line.method for lines in panels.values() for line in lines))
+    figure.set_size_inches(1.75 + 1.75 * len(panels), 0.8 + 0.17 * len(methods))
+    axes = figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
+    _scale(axes[0], "x", panels)
+    for ax, (gpus, lines) in zip(axes, panels.items(), strict=True):
+        for line in lines:
+            y = methods.index(line.method)
+            ax.hlines(y, line.mean, line.high, color=line.colour, alpha=0.35, linewidth=1.2)
+            ax.plot(line.mean, y, line.marker, color=line.colour, mec="white", clip_on=False)
+        ax.grid(axis="x", color=_GRID, linewidth=0.5)
+        ax.set_title(f"{gpus} GPUs, replication {lines[0].ratio[0]:.5g}")
+    axes[0].set_yticks(range(len(methods)), [_short(method) for method in methods])
+    axes[0].set_ylim(len(methods) - 0.5, -0.5)
+    axes[len(axes) // 2].set_xlabel(_GAP)
+
+
+def _scale(ax: Axes, along: Literal["x", "y"], panels: Mapping[int, Sequence[_Line]]) -> None:
+    """Set scale, limits and ticks of the axis along which gaps are drawn."""
+    from matplotlib.scale import FuncScale
+
+    axis = ax.xaxis if along == "x" else ax.yaxis
+    means = np.concatenate([line.mean for lines in panels.values() for line in lines])
+    highs = np.concatenate([line.high for lines in panels.values() for line in lines])
+    top = float(np.fmax.reduce(highs, initial=1.0))
+    ax.set(**{f"{along}lim": (0, 1.05 * top)})
+    if top <= 20 * np.fmin.reduce(means[means > 0], initial=top):
+        return
+    root = FuncScale(axis, (lambda gap: np.sqrt(np.maximum(gap, 0)), np.square))
+    ax.set(**{f"{along}scale": root})
+    ticks = [0.0]
+    for tick in (factor * 10.0**power for power in range(9) for factor in (1, 2, 5)):
+        if tick <= 1.05 * top and np.sqrt(tick) > np.sqrt(ticks[-1]) + np.sqrt(top) / 12:
+            ticks.append(tick)
+    axis.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
+
+
+def _label_ends(figure: Figure, ax: Axes, lines: Sequence[_Line]) -> None:
+    """Write the methods beside the ends of their lines, moved apart where they would meet."""
+    from matplotlib.transforms import ScaledTranslation, blended_transform_factory
+
+    figure.draw_without_rendering()  # settles the height that the labels share
+    height = 72 * ax.get_window_extent().height / figure.dpi
+    to_axes = ax.transData - ax.transAxes
+    drawn = [line for line in lines if np.isfinite(line.mean[-1])]
+    if not drawn:
+        return
+    ends = [to_axes.transform((line.ratio[-1], line.mean[-1]))[1] for line in drawn]
+    heights = _apart(np.array(ends), 1.3 * _LABEL_SIZE / height)
+    # Across: inches from the right edge. Up: share of the axes' height.
+    in_axes: Any = ax.transAxes  # declared as a wider type than the one that it has
+    beside = blended_transform_factory(
+        figure.dpi_scale_trans + ScaledTranslation(1, 0, in_axes), in_axes
+    )
+    for line, end, y in zip(drawn, ends, heights, strict=True):
+        look: dict[str, Any] = {"color": line.colour, "transform": beside, "clip_on": False}
+        ax.plot([0.03, 0.15, 0.2], [end, y, y], linewidth=0.4, **look)
+        ax.plot(0.24, y, line.marker, **look)
+        ax.text(0.31, y, _short(line.method), fontsize=_LABEL_SIZE, va="center", transform=beside)
+
+
+def _short(method: str) -> str:
+    return method if len(method) <= 32 else method[:31] + "…"
+
+
+def _apart(wanted: NDArray[np.float64], distance: float) -> NDArray[np.float64]:
+    """Return the places nearest to those wanted (least squares) with this distance between them.
+
+    Without the distances the places must not fall: isotonic regression, by pooling neighbours.
+    """
+    order = np.argsort(wanted, kind="stable")
+    offsets = distance * np.arange(len(wanted))
+    pools: list[list[float]] = []
+    for place in wanted[order] - offsets:
+        pools.append([place])
+        while len(pools) > 1 and np.mean(pools[-2]) >= np.mean(pools[-1]):
+            pools[-2:] = [pools[-2] + pools[-1]]
+    places = np.empty_like(wanted)
+    places[order] = np.concatenate([np.full(len(p), np.mean(p)) for p in pools]) + offsets
+    return places

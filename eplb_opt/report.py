@@ -1,0 +1,276 @@
+"""What the command line prints: studies, routings, placements, traffic and presets as tables."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby, islice
+from math import isfinite
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from eplb_opt.gap import GapRow, GapStudy
+from eplb_opt.objective import Objective
+from eplb_opt.placement import EMPTY, Placement
+from eplb_opt.placers import placement_methods
+from eplb_opt.routers import routing_methods
+from eplb_opt.routing import Routing, Status
+from eplb_opt.trace import LoadTrace, TokenTrace
+from eplb_opt.workload import MODEL_SHAPES
+
+__all__ = [
+    "many",
+    "print_placement",
+    "print_presets",
+    "print_routing",
+    "print_study",
+    "print_trace",
+]
+
+
+def print_presets() -> None:
+    """Print the models, objectives, routing methods and placement methods."""
+    console = _console()
+    table = _table("Models (--model)", "model", "MoE layers", "experts", "top-k", "hidden", "ffn")
+    for name, shape in MODEL_SHAPES.items():
+        sizes = (shape.layers, shape.experts, shape.top_k, shape.hidden, shape.ffn)
+        table.add_row(name, *map(str, sizes))
+    console.print(table)
+
+    table = _table("Objectives (--objective): what the fullest GPU has", "objective", left=2)
+    table.add_row("activations", "replicas with tokens: decode reads the weights of each once")
+    table.add_row("tokens", "tokens: prefill is bound by arithmetic")
+    console.print(table)
+
+    headers = ("method", "objectives", "proves", "needs", "what it does")
+    table = _table("Routing methods (--method)", *headers, left=5)
+    table.add_row("optimal", "all", "yes", "", "the exact compiled method of the objective")
+    for name, traits in routing_methods().items():
+        objectives = "all" if traits.objectives == Objective.PRESETS else traits.objectives[0]
+        needs = [*traits.needs, *([f"extra {traits.extra}"] if traits.extra else [])]
+        proves = "yes" if traits.exact else ""
+        table.add_row(name, objectives, proves, ", ".join(needs), traits.summary)
+    console.print(table)
+
+    table = _table("Placement methods", "method", left=2)
+    for name, summary in placement_methods().items():
+        table.add_row(name, summary)
+    console.print(table)
+
+
+def _console() -> Console:
+    """Return the console of standard output; in a pipe, which has no width, lines have 100."""
+    terminal = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if terminal else 100, highlight=False)
+
+
+def _table(title: str, *headers: str, left: int = 1) -> Table:
+    """Return a table whose first `left` columns are text, the others numbers."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    table.show_edge, table.padding = False, (0, 0)
+    for at in range(max(left, len(headers))):
+        header = headers[at] if at < len(headers) else ""
+        table.add_column(header, justify="left" if at < left else "right")
+    return table
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """A column of the study's tables."""
+
+    header: str
+    value: Callable[[GapRow], float]
+    decimals: int | None = None  # by the largest value, if not given
+    wide: bool = False  # shown only where there is room
+
+
+_COLUMNS = (
+    _Column("gap %\nmean", lambda row: 100 * row.gap_mean, decimals=1),
+    _Column("p50", lambda row: 100 * row.gap_p50, decimals=1, wide=True),
+    _Column("p95", lambda row: 100 * row.gap_p95, decimals=1),
+    _Column("p99", lambda row: 100 * row.gap_p99, decimals=1, wide=True),
+    _Column("worst", lambda row: 100 * row.gap_max, decimals=1),
+    _Column("make-\nspan", lambda row: row.makespan),
+    _Column("opti-\nmum", lambda row: row.optimum, wide=True),
+    _Column("replicas\nactivated", lambda row: row.activated),
+    _Column("tokens/\nreplica", lambda row: row.tokens_per_activated),
+    _Column("µs", lambda row: row.microseconds),
+)
+
+
+def _texts(values: Sequence[float], decimals: int | None = None) -> list[str]:
+    """Format values alike, by default with four figures for the largest."""
+    if decimals is None:
+        largest = max((abs(value) for value in values if isfinite(value)), default=0)
+        decimals = 2 if largest < 100 else 1 if largest < 1000 else 0
+    return [f"{value:.{decimals}f}" if isfinite(value) else "-" for value in values]
+
+
+def print_study(study: GapStudy) -> None:
+    """Print a table per deployment."""
+    console = _console()
+    each = f" of {study.tokens_per_batch} tokens" if study.tokens_per_batch else ""
+    console.print(Text(study.traffic, style="bold"), soft_wrap=True)
+    console.print(
+        f"{study.batches} x {study.layers} problems (batches{each} x MoE layers), "
+        f"objective {study.objective}"
+    )
+    columns = [column for column in _COLUMNS if console.width >= 100 or not column.wide]
+    texts = [_texts([c.value(row) for row in study.rows], c.decimals) for c in columns]
+    longest = max(len(row.method) for row in study.rows)
+    with_texts = zip(study.rows, zip(*texts, strict=True), strict=True)
+    for _, group in groupby(with_texts, lambda pair: (pair[0].gpus, pair[0].redundant)):
+        rows = list(group)
+        first = rows[0][0]
+        live, available = _texts([first.live_experts, first.replicas_available])
+        console.print(
+            f"\n[bold]{first.gpus} GPUs, replication {first.replication:.5g}[/bold]"
+            f" ({first.redundant} redundant slots)\n"
+            f"[dim]{live} live experts with {available} replicas;"
+            f" even share {first.even:.4g}, optimum {first.optimum:.4g}[/dim]"
+        )
+        table = _table("", "method", *(column.header for column in columns))
+        table.columns[0].min_width = min(longest, 32)
+        for column in table.columns:
+            column.vertical = "bottom"  # headers of one line stand on the rule
+        for row, cells in rows:
+            table.add_row(Text(row.method), *cells, style="green" if row.gap_max == 0 else "")
+        console.print(table)
+    console.print(
+        "\n[dim]gap: makespan / optimum - 1 of every problem (a layer and a batch)\n"
+        "makespan: of the fullest GPU, mean; µs: wall time per problem\n"
+        f"machine: {study.machine}[/dim]"
+    )
+
+
+def print_routing(routing: Routing, method: str) -> None:
+    """Print a routing's summary, and its layers."""
+    summary, objective = routing.summary(), routing.objective.name
+    proven, unsolved = (
+        int((routing.status == status).sum()) for status in (Status.OPTIMAL, Status.UNSOLVED)
+    )
+    facts = [
+        ("placement", _shape_of(routing.placement)),
+        ("objective", f"{objective} on the fullest GPU"),
+        ("live experts", f"{summary.live_experts:.2f} per problem"),
+        ("replicas available", f"{summary.replicas_available:.2f}"),
+        ("replicas activated", f"{summary.replicas_activated:.2f}"),
+        ("tokens per activated", f"{summary.tokens_per_activated:.2f}"),
+        (
+            f"{objective} of a GPU",
+            f"p50 {summary.load_p50:g}, p95 {summary.load_p95:g}, p99 {summary.load_p99:g}, "
+            f"worst {summary.load_max:g}",
+        ),
+        ("balance", f"{summary.balance:.3f} (mean GPU over the fullest)"),
+        ("makespan", f"{summary.makespan:.2f} (sum over layers)"),
+        ("bound", f"{summary.bound:.2f}"),
+        ("gap", f"{100 * summary.gap:.2f} %"),
+        ("status", f"{proven} of {summary.problems} problems proven optimal"),
+    ]
+    if unsolved:
+        facts.append(("", f"{unsolved} unsolved: give more time"))
+    _print_facts(f"{method}: {many(summary.problems, 'problem')} routed", facts)
+    if routing.placement.layered:
+        _console().print(_layer_table(routing))
+
+
+def _layer_table(routing: Routing, most: int = 12, fullest: int = 5) -> Table:
+    """Return a row per layer, means over batches: of at most so many layers, or of the fullest."""
+    layers = routing.placement.num_layers
+    columns = {
+        "live experts": (routing.expert_tokens() > 0).sum(axis=-1),
+        "makespan": routing.makespan,
+        "bound": routing.bound,
+        "gap %": 100 * routing.gap,
+        "proven %": 100 * (routing.status == Status.OPTIMAL),
+    }
+    means = {name: values.reshape(-1, layers).mean(axis=0) for name, values in columns.items()}
+    shown, title = np.arange(layers), "By layer"
+    if layers > most:
+        shown = np.argsort(-means["makespan"], kind="stable")[:fullest]
+        title = f"The fullest {fullest} of {layers} layers"
+    table = _table(title, "layer", *means, left=0)
+    for layer in shown:
+        table.add_row(str(layer), *(f"{mean[layer]:.2f}" for mean in means.values()))
+    return table
+
+
+def _print_facts(title: str, facts: Sequence[tuple[str, str]]) -> None:
+    """Print names and values side by side."""
+    console = _console()
+    table = Table.grid(padding=(0, 2))
+    for name, value in facts:
+        table.add_row(Text(name, style="dim"), Text(value))
+    console.print(Text(title, style="bold"), soft_wrap=True)  # paths stay whole
+    console.print(table)
+
+
+def _shape_of(placement: Placement) -> str:
+    return (
+        f"{many(placement.num_layers, 'layer')}, {many(placement.num_gpus, 'GPU')} x "
+        f"{many(placement.slots_per_gpu, 'slot')}, {many(placement.num_experts, 'expert')}"
+    )
+
+
+def print_placement(placement: Placement, title: str) -> None:
+    """Print the shape of a placement, and what is odd about it."""
+    slots = placement.slots.reshape(-1, placement.num_gpus, placement.slots_per_gpu)
+    filled = (slots != EMPTY).any(axis=-1)
+    twice = list(placement.duplicates())
+    places = "; ".join(f"layer {la}, GPU {g}: expert {e}" for la, g, e in islice(twice, 3))
+    more = "; ..." if len(twice) > 3 else ""
+    facts = [
+        ("shape", _shape_of(placement)),
+        ("copies of an expert", _spread(placement.copies)),
+        ("redundant slots of a layer", _spread(placement.redundant())),
+        ("empty slots", str(int((slots == EMPTY).sum()))),
+        ("GPUs without any expert", str(int((~filled).all(axis=0).sum()))),
+        ("expert twice on one GPU", f"{len(twice)}: {places}{more}" if twice else "0"),
+    ]
+    _print_facts(title, facts)
+
+
+def print_trace(trace: LoadTrace | TokenTrace, title: str) -> None:
+    """Print the shape of recorded traffic, and how skewed it is."""
+    load = trace.load()
+    served = load.any(axis=1)
+    dense = np.flatnonzero(~served)
+    if isinstance(trace, LoadTrace):
+        shape = f"counts of {many(trace.num_steps, 'step')}"
+    else:
+        shape = f"top-{trace.top_k} ids of {many(trace.num_tokens, 'token')}"
+    shape += f", {many(load.shape[0], 'layer')}, {many(load.shape[1], 'expert')}"
+    facts = [("shape", shape)]
+    if dense.size:
+        some = ", ".join(map(str, dense[:8])) + (", ..." if dense.size > 8 else "")
+        facts.append(("dense layers (no tokens)", f"{dense.size}: {some}"))
+    if served.any():
+        # Summed as floats: a layer of the largest counts passes 2^63.
+        moe = load[served].astype(np.float64)
+        facts += [
+            ("tokens of a layer", _spread(moe.sum(axis=1))),
+            ("hottest expert over mean", _spread(moe.max(axis=1) / moe.mean(axis=1))),
+            ("experts of a layer without tokens", _spread((moe == 0).sum(axis=1))),
+        ]
+    _print_facts(title, facts)
+
+
+def many(count: int, noun: str) -> str:
+    """Return a count with its noun, in the plural if need be."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _spread(values: NDArray[Any]) -> str:
+    """Say the least, the median and the most, or what they all are."""
+    low, middle, high = (
+        f"{value:.2f}".removesuffix(".00") for value in np.percentile(values, [0, 50, 100])
+    )
+    return low if low == high else f"{low} least, {middle} median, {high} most"

@@ -1,0 +1,165 @@
+"""Fixtures that several test files share: recorded traffic, real placements, drawn problems."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from numpy.typing import NDArray
+
+from eplb_opt import _core
+from eplb_opt.demand import count_tokens
+from eplb_opt.placement import EMPTY, Placement
+from eplb_opt.placing import solve_placement
+from eplb_opt.testing import Problem
+from eplb_opt.trace import LoadTrace, TokenTrace, read_trace
+
+# Times vary with the machine; under CI the examples must not.
+settings.register_profile("default", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+LARGEST_COUNTS = (1, 8, 1000, 2**31, _core.MAX_TOKENS_PER_EXPERT)
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Return the folder of recorded data beside the checkout; skip where there is none."""
+    folder = Path(__file__).resolve().parents[2] / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip("../shared/data is not beside this checkout")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def recorded_load(shared_data: Path) -> Callable[[str], NDArray[np.int64]]:
+    """Read a DeepSeek-V3 recording by name: int64 [58 MoE layers, 256 experts]."""
+
+    def read(name: str) -> NDArray[np.int64]:
+        trace = read_trace(shared_data / "sglang_deepseek_v3" / f"{name}.json")
+        assert isinstance(trace, LoadTrace)
+        return trace.select_layers(trace.moe_layers()).load()
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def recorded_tokens(shared_data: Path) -> dict[str, TokenTrace]:
+    """Read the recordings of every token's experts: gpt-oss-20b, and Qwen3-30B's two batches."""
+    files = {
+        "gpt-oss": ("gpt_oss_20b/routes.npz", 32),
+        "qwen3-64": ("qwen3_30b_batches/qwen_b64_032_012.npz", 128),
+        "qwen3-1024": ("qwen3_30b_batches/qwen_b1024_022_016.npz", 128),
+    }
+    traces = {}
+    for name, (path, experts) in files.items():
+        trace = read_trace(shared_data / path, num_experts=experts)
+        assert isinstance(trace, TokenTrace)
+        traces[name] = trace
+    return traces
+
+
+@pytest.fixture(scope="session")
+def real_problems(
+    shared_data: Path,
+    recorded_load: Callable[[str], NDArray[np.int64]],
+    recorded_tokens: dict[str, TokenTrace],
+) -> dict[str, Problem]:
+    """Make routing problems of everything recorded: loads, batches of tokens, placements."""
+    rng = np.random.default_rng(1)
+    problems = {}
+    for name in ("decode_in1000out1000", "decode_in2000out100", "prefill_in512", "prefill_in4096"):
+        load = recorded_load(name)
+        for gpus, slots in ((8, 40), (32, 9), (72, 4)):
+            placement = solve_placement(load, num_gpus=gpus, slots_per_gpu=slots).placement
+            batches = draw_batches(rng, load, choices=8 * 64, batches=4)
+            problems[f"{name} on {gpus}"] = Problem(placement, batches)
+            problems[f"{name} whole on {gpus}"] = Problem(placement, load)
+    for name, trace in recorded_tokens.items():
+        batch = min(trace.num_tokens, 256)
+        tokens = count_tokens(trace.batches(batch)[:20], trace.num_experts)
+        for gpus in (4, 8):
+            slots = trace.num_experts * 3 // 2 // gpus
+            plan = solve_placement(trace.load(), num_gpus=gpus, slots_per_gpu=slots)
+            problems[f"{name} on {gpus}"] = Problem(plan.placement, tokens)
+    with np.load(shared_data / "omni_placements" / "placements.npz") as masks:
+        load = recorded_load("decode_in1000out1000")
+        for name, mask in masks.items():
+            placement = Placement.from_mask(mask.transpose(1, 0, 2), allow_missing=True)
+            held = np.where(placement.copies > 0, load, 0)
+            problems[name] = Problem(placement, draw_batches(rng, held, choices=8 * 64, batches=4))
+    return problems
+
+
+@pytest.fixture(scope="session")
+def draw_problem() -> Callable[..., Problem]:
+    """Draw many problems in one, of any size, where hypothesis would be slow.
+
+    The function takes a generator, GPUs, slots per GPU, experts, layers and batches. Every expert
+    has a slot, unless a GPU dies; the others hold copies (sometimes two on a GPU) or nothing. The
+    share of live experts and the size of counts vary from batch to batch.
+    """
+
+    def draw(
+        rng: np.random.Generator,
+        gpus: int,
+        slots_per_gpu: int,
+        experts: int,
+        layers: int = 1,
+        batches: int = 1,
+    ) -> Problem:
+        spare = gpus * slots_per_gpu - experts
+        extra = rng.integers(0, experts, (layers, spare))
+        extra[rng.random((layers, spare)) < rng.choice([0, 0.2, 0.7])] = EMPTY
+        primary = np.tile(np.arange(experts), (layers, 1))
+        slots = rng.permuted(np.concatenate([primary, extra], axis=1), axis=1)
+        slots = slots.reshape(layers, gpus, slots_per_gpu)
+        if rng.random() < 0.2:
+            slots[:, rng.integers(gpus)] = EMPTY
+        placement = Placement(slots, experts, allow_missing=True)
+        shape = (batches, layers, experts)
+        live = rng.random(shape) < rng.choice([0, 0.1, 0.5, 0.9, 1], (batches, 1, 1))
+        counts = rng.integers(1, rng.choice(LARGEST_COUNTS, (batches, 1, 1)) + 1, shape)
+        return Problem(placement, counts * (live & (placement.copies > 0)))
+
+    return draw
+
+
+@pytest.fixture(scope="session")
+def draw_line() -> Callable[..., Problem]:
+    """Draw problems that greedy routers get wrong and that only long paths put right.
+
+    The function takes a generator, GPUs and batches. GPUs stand in a line; each shares an expert or
+    two with the next, and most hold one or two experts that no other holds.
+    """
+
+    def draw(rng: np.random.Generator, gpus: int, batches: int) -> Problem:
+        fixed = rng.integers(0, rng.integers(2, 4), gpus)
+        shared = rng.integers(1, 3, gpus - 1)
+        homes = np.concatenate(
+            [np.repeat(np.arange(gpus), fixed), np.repeat(np.arange(gpus - 1), shared)]
+        )
+        names = rng.permutation(homes.size)
+        rows: list[list[int]] = [[] for _ in range(gpus)]
+        for place, (home, name) in enumerate(zip(homes.tolist(), names.tolist(), strict=True)):
+            rows[home].append(name)
+            if place >= fixed.sum():
+                rows[home + 1].append(name)
+        width = max(map(len, rows))
+        slots = np.array([row + [EMPTY] * (width - len(row)) for row in rows])
+        live = rng.random((batches, homes.size)) < rng.choice([0.7, 1], (batches, 1))
+        counts = rng.integers(1, rng.choice(LARGEST_COUNTS, (batches, 1)) + 1, live.shape)
+        return Problem(Placement(slots, homes.size), counts * live)
+
+    return draw
+
+
+def draw_batches(
+    rng: np.random.Generator, load: NDArray[np.int64], *, choices: int, batches: int
+) -> NDArray[np.int64]:
+    """Draw int64 [batches, layers, experts]: so many choices a layer, in proportion to the load."""
+    return rng.multinomial(choices, load / load.sum(axis=-1, keepdims=True), (batches, len(load)))

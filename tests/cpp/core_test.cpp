@@ -1,0 +1,662 @@
+// The compiled core by itself, on random problems of every word width, against the plainest code that
+// gives the same answers. One file without a framework, to be built with any sanitizer:
+//   g++ -std=c++20 -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -Isolvers/cpp
+//   tests/cpp/core_test.cpp -pthread -o core_test
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <limits>
+#include <numeric>
+#include <random>
+#include <source_location>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "assign.hpp"
+#include "eplb.hpp"
+#include "flow.hpp"
+#include "gpu_set.hpp"
+#include "matching.hpp"
+#include "metro.hpp"
+#include "parallel.hpp"
+#include "placement.hpp"
+#include "problem.hpp"
+
+namespace {
+
+using namespace eplb;
+using Counts = std::vector<std::int64_t>;
+using Ids = std::vector<std::int32_t>;
+using Gpus = std::vector<bool>;
+
+constexpr std::int64_t kMostTokens = (std::int64_t{1} << kTokenBits) - 1;
+
+std::int64_t checks = 0, failures = 0;
+
+void check(bool condition, const char* what, const std::source_location where = std::source_location::current()) {
+    ++checks;
+    if (condition) return;
+    if (++failures <= 20) std::printf("FAILED, line %u: %s\n", static_cast<unsigned>(where.line()), what);
+}
+
+// Draws that are the same with every standard library, which its distributions are not.
+class Random {
+  public:
+    explicit Random(std::uint64_t seed) : engine_(seed) {}
+    std::int64_t below(std::int64_t n) {
+        return static_cast<std::int64_t>(engine_() % static_cast<std::uint64_t>(n));
+    }
+    std::int64_t between(std::int64_t low, std::int64_t high) { return low + below(high - low + 1); }
+    bool chance(int percent) { return below(100) < percent; }
+    template <class T>
+    void shuffle(std::vector<T>& values) {
+        for (std::size_t i = values.size(); i > 1; --i) std::swap(values[i - 1], values[below(i)]);
+    }
+
+  private:
+    std::mt19937_64 engine_;
+};
+
+// One layer's problem in its plainest form.
+struct Problem {
+    std::int32_t gpus, slots_per_gpu, experts;
+    Ids slots;      // [gpus * slots_per_gpu]
+    Counts tokens;  // [experts], servable
+
+    Placement placement() const { return Placement(slots, 1, gpus, slots_per_gpu, experts); }
+    std::int32_t gpu_of(std::size_t slot) const { return static_cast<std::int32_t>(slot) / slots_per_gpu; }
+    // The lowest slot of the expert on each GPU that holds it, by GPU.
+    std::vector<Candidate> candidates(std::int32_t expert) const {
+        std::vector<Candidate> found;
+        for (std::size_t s = 0; s < slots.size(); ++s)
+            if (slots[s] == expert && (found.empty() || found.back().gpu != gpu_of(s)))
+                found.push_back({gpu_of(s), static_cast<std::int32_t>(s)});
+        return found;
+    }
+    Gpus filled() const {
+        Gpus any(gpus, false);
+        for (std::size_t s = 0; s < slots.size(); ++s)
+            if (slots[s] >= 0) any[gpu_of(s)] = true;
+        return any;
+    }
+};
+
+// Slots at random: every expert once where there is room, then copies and empty slots; sometimes a GPU
+// dies and takes experts with it.
+Problem draw_problem(Random& random, std::int32_t gpus, std::int32_t slots_per_gpu, std::int32_t experts) {
+    Problem p{gpus, slots_per_gpu, experts, Ids(gpus * slots_per_gpu, -1), Counts(experts, 0)};
+    const auto empty = static_cast<int>(random.between(0, 2) * 30);
+    for (std::size_t s = 0; s < p.slots.size(); ++s)
+        p.slots[s] = static_cast<std::int64_t>(s) < experts ? static_cast<std::int32_t>(s)
+                     : random.chance(empty)                 ? -1
+                                                            : static_cast<std::int32_t>(random.below(experts));
+    random.shuffle(p.slots);
+    if (random.chance(20)) std::fill_n(p.slots.begin() + random.below(gpus) * slots_per_gpu, slots_per_gpu, -1);
+
+    const auto live = static_cast<int>(random.between(0, 4) * 25);
+    const std::int64_t kinds[] = {1, 8, 1000, std::int64_t{1} << 32, kMostTokens};
+    const std::int64_t most = kinds[random.below(5)];
+    for (const std::int32_t e : p.slots)
+        if (e >= 0 && p.tokens[e] == 0 && random.chance(live)) p.tokens[e] = random.between(1, most);
+    return p;
+}
+
+// What a GPU set proves by counting: no code in common with the solvers.
+std::int64_t proven(const Problem& p, const Gpus& members, bool activations) {
+    const Gpus filled = p.filled();
+    std::int64_t size = 0, count = 0;
+    for (std::int32_t g = 0; g < p.gpus; ++g) size += members[g] && filled[g];
+    for (std::int32_t e = 0; e < p.experts; ++e) {
+        bool confined = p.tokens[e] > 0;
+        for (const Candidate c : p.candidates(e)) confined = confined && members[c.gpu];
+        if (confined) count += activations ? 1 : p.tokens[e];
+    }
+    return size == 0 ? 0 : (count + size - 1) / size;
+}
+
+// The optimum as the largest proof over all GPU sets (max-flow = min-cut); for few GPUs.
+std::int64_t optimum(const Problem& p, bool activations) {
+    std::int64_t best = 0;
+    Gpus members(p.gpus);
+    for (unsigned set = 1; set < 1U << p.gpus; ++set) {
+        for (std::int32_t g = 0; g < p.gpus; ++g) members[g] = set >> g & 1;
+        best = std::max(best, proven(p, members, activations));
+    }
+    return best;
+}
+
+// The smallest sorted vector of activations over all choices; for few experts.
+void best_vector(const Problem& p, std::int32_t expert, Counts& activated, Counts& best) {
+    if (expert == p.experts) {
+        Counts sorted = activated;
+        std::sort(sorted.rbegin(), sorted.rend());
+        if (best.empty() || sorted < best) best = sorted;
+        return;
+    }
+    if (p.tokens[expert] == 0) return best_vector(p, expert + 1, activated, best);
+    for (const Candidate c : p.candidates(expert)) {
+        ++activated[c.gpu];
+        best_vector(p, expert + 1, activated, best);
+        --activated[c.gpu];
+    }
+}
+
+// Every token is served once, by a slot that holds its expert.
+void check_served(const Problem& p, const Counts& routed) {
+    Counts served(p.experts, 0);
+    bool positive = true, filled = true;
+    for (std::size_t s = 0; s < routed.size(); ++s) {
+        positive = positive && routed[s] >= 0;
+        filled = filled && (p.slots[s] >= 0 || routed[s] == 0);
+        if (p.slots[s] >= 0) served[p.slots[s]] += routed[s];
+    }
+    check(positive, "no share is negative");
+    check(filled, "empty slots take no tokens");
+    check(served == p.tokens, "every expert's tokens are served once");
+}
+
+Counts activated_of(const Problem& p, const Counts& routed) {
+    Counts activated(p.gpus, 0);
+    for (std::size_t s = 0; s < routed.size(); ++s) activated[p.gpu_of(s)] += routed[s] != 0;
+    return activated;
+}
+
+Counts load_of(const Problem& p, const Counts& routed) {
+    Counts load(p.gpus, 0);
+    for (std::size_t s = 0; s < routed.size(); ++s) load[p.gpu_of(s)] += routed[s];
+    return load;
+}
+
+std::int64_t largest(const Counts& values) { return *std::max_element(values.begin(), values.end()); }
+
+template <class Solver>
+Gpus certificate_of(const Problem& p, const Solver& solver) {
+    Gpus members(p.gpus);
+    for (std::int32_t g = 0; g < p.gpus; ++g) members[g] = solver.in_certificate(g);
+    return members;
+}
+
+template <int W>
+Counts check_matching(const Problem& p, bool lexicographic) {
+    const Placement placement = p.placement();
+    Counts routed(p.slots.size(), 0);
+    Matching<W> matching(placement.layer(0), routed.data());
+    check(matching.solve(p.tokens.data(), lexicographic) == Outcome::ok, "matching solves");
+    check_served(p, routed);
+    const Counts activated = activated_of(p, routed);
+    for (std::int32_t g = 0; g < p.gpus; ++g)
+        check(matching.activated(g) == activated[g], "matching counts what it activates");
+    check(matching.makespan() == largest(activated), "matching's makespan is the fullest GPU's");
+    check(matching.makespan() == proven(p, certificate_of(p, matching), true), "matching proves its makespan");
+    return routed;
+}
+
+template <int W>
+Counts check_flow(const Problem& p) {
+    const Placement placement = p.placement();
+    Counts routed(p.slots.size(), 0);
+    Flow<W> flow(placement.layer(0), routed.data());
+    check(flow.solve(p.tokens.data()) == Outcome::ok, "flow solves");
+    check_served(p, routed);
+    check(flow.makespan() == largest(load_of(p, routed)), "flow's makespan is the fullest GPU's");
+    check(flow.makespan() == proven(p, certificate_of(p, flow), false), "flow proves its makespan");
+    return routed;
+}
+
+template <int W>
+Counts check_metro(const Problem& p, const Ids& order) {
+    const Placement placement = p.placement();
+    Counts routed(p.slots.size(), 0);
+    Metro<W> metro(placement.layer(0), routed.data());
+    check(metro.solve(p.tokens.data(), order.empty() ? nullptr : order.data()) == Outcome::ok, "metro solves");
+    check_served(p, routed);
+
+    Counts activated(p.gpus, 0), expected(p.slots.size(), 0);
+    for (std::int32_t i = 0; i < p.experts; ++i) {
+        const std::int32_t e = order.empty() ? i : order[i];
+        if (p.tokens[e] == 0) continue;
+        const std::vector<Candidate> candidates = p.candidates(e);
+        const Candidate least =
+            *std::min_element(candidates.begin(), candidates.end(), [&](Candidate a, Candidate b) {
+                return std::pair(activated[a.gpu], a.gpu) < std::pair(activated[b.gpu], b.gpu);
+            });
+        ++activated[least.gpu];
+        expected[least.slot] = p.tokens[e];
+    }
+    check(routed == expected, "metro follows its rule");
+    for (std::int32_t g = 0; g < p.gpus; ++g)
+        check(metro.activated(g) == activated[g], "metro counts what it activates");
+    return routed;
+}
+
+template <int W>
+void check_routers(const Problem& p, Random& random) {
+    const Counts plain = check_matching<W>(p, false), lexicographic = check_matching<W>(p, true);
+    Counts sorted = activated_of(p, plain), best = activated_of(p, lexicographic);
+    std::sort(sorted.rbegin(), sorted.rend());
+    std::sort(best.rbegin(), best.rend());
+    check(best <= sorted && best[0] == sorted[0], "lexicographic keeps the makespan and improves the rest");
+    check_flow<W>(p);
+    Ids order(p.experts);
+    std::iota(order.begin(), order.end(), 0);
+    check_metro<W>(p, {});
+    random.shuffle(order);
+    check_metro<W>(p, order);
+}
+
+Problem draw_sized(Random& random, std::int32_t least_gpus, std::int32_t most_gpus, std::int32_t most_slots,
+                   std::int32_t most_experts) {
+    const auto gpus = static_cast<std::int32_t>(random.between(least_gpus, most_gpus));
+    const auto slots = static_cast<std::int32_t>(random.between(1, most_slots));
+    const auto experts = static_cast<std::int32_t>(random.between(1, std::min(gpus * slots, most_experts)));
+    return draw_problem(random, gpus, slots, experts);
+}
+
+void test_word_widths(Random& random) {
+    for (int i = 0; i < 1500; ++i) check_routers<1>(draw_sized(random, 1, 64, 8, 300), random);
+    for (int i = 0; i < 150; ++i) check_routers<2>(draw_sized(random, 65, 128, 6, 400), random);
+    for (int i = 0; i < 60; ++i) check_routers<4>(draw_sized(random, 129, 256, 4, 600), random);
+    for (int i = 0; i < 20; ++i) check_routers<8>(draw_sized(random, 257, 512, 4, 1000), random);
+    for (int i = 0; i < 8; ++i) check_routers<16>(draw_sized(random, 513, 1024, 4, 2048), random);
+    check_routers<1>(draw_problem(random, 64, 4, 100), random);
+    check_routers<2>(draw_problem(random, 128, 4, 100), random);
+    check_routers<16>(draw_problem(random, 1024, 3, 2048), random);
+}
+
+// Dead GPUs behind the others need wider sets and may change nothing.
+template <int W>
+void check_with_dead_gpus(const Problem& p, const Counts& matching, const Counts& flow) {
+    Problem wide = p;
+    wide.gpus = 64 * W;
+    wide.slots.resize(wide.gpus * p.slots_per_gpu, -1);
+    Counts wide_matching = check_matching<W>(wide, true), wide_flow = check_flow<W>(wide);
+    wide_matching.resize(p.slots.size());
+    wide_flow.resize(p.slots.size());
+    check(wide_matching == matching, "matching answers the same at every width");
+    check(wide_flow == flow, "flow answers the same at every width");
+}
+
+void test_width_does_not_matter(Random& random) {
+    for (int i = 0; i < 150; ++i) {
+        const Problem p = draw_sized(random, 1, 20, 5, 60);
+        const Counts matching = check_matching<1>(p, true), flow = check_flow<1>(p);
+        check_with_dead_gpus<2>(p, matching, flow);
+        check_with_dead_gpus<4>(p, matching, flow);
+        check_with_dead_gpus<8>(p, matching, flow);
+        check_with_dead_gpus<16>(p, matching, flow);
+    }
+}
+
+void test_brute_force(Random& random) {
+    for (int i = 0; i < 600; ++i) {
+        const Problem p = draw_sized(random, 1, 7, 4, 18);
+        check(largest(activated_of(p, check_matching<1>(p, false))) == optimum(p, true),
+              "matching reaches the largest proof");
+        check(largest(load_of(p, check_flow<1>(p))) == optimum(p, false), "flow reaches the largest proof");
+    }
+    for (int i = 0; i < 600; ++i) {
+        const Problem p = draw_sized(random, 1, 4, 4, 7);
+        Counts activated(p.gpus, 0), best, sorted = activated_of(p, check_matching<1>(p, true));
+        best_vector(p, 0, activated, best);
+        std::sort(sorted.rbegin(), sorted.rend());
+        check(sorted == best, "lexicographic reaches the smallest vector");
+    }
+}
+
+// A line of GPUs, each sharing an expert with the next, on which the greedy start leaves three on the
+// first GPU and one on the last: only the path over all of them helps.
+template <int W>
+void check_longest_path(std::int32_t gpus) {
+    const std::int32_t experts = 2 * gpus, width = 5;
+    Problem p{gpus, width, experts, Ids(gpus * width, -1), Counts(experts, 5)};
+    for (std::int32_t g = 0; g < gpus; ++g) {
+        std::int32_t* mine = p.slots.data() + g * width;
+        if (g > 0) *mine++ = g - 1;         // shared with the one before
+        if (g < gpus - 1) *mine++ = g;      // and with the next
+        if (g > 0) *mine++ = gpus - 2 + g;  // on no other
+        if (g > 1) continue;
+        *mine++ = experts - 2;  // two more on the first two
+        *mine++ = experts - 1;
+    }
+    const Counts routed = check_matching<W>(p, false);
+    check(activated_of(p, routed) == Counts(gpus, 2), "the first GPU's third expert is passed down the line");
+    for (std::int32_t g = 1; g < gpus; ++g)
+        check(routed[g * width] == 5, "each shared expert has moved on by one");
+    check_flow<W>(p);
+}
+
+void test_longest_paths() {
+    check_longest_path<1>(3);
+    check_longest_path<1>(64);
+    check_longest_path<2>(65);
+    check_longest_path<4>(256);
+    check_longest_path<8>(257);
+    check_longest_path<16>(1024);
+}
+
+void test_edges() {
+    const Problem one{1, 1, 1, {0}, {7}};
+    check(check_matching<1>(one, true) == Counts{7} && check_flow<1>(one) == Counts{7}, "one of everything");
+    const Problem dead{3, 2, 2, Ids(6, -1), {0, 0}};
+    check(check_matching<1>(dead, true) == Counts(6, 0) && check_flow<1>(dead) == Counts(6, 0),
+          "no replica at all");
+    const Problem twice{2, 3, 1, {0, 0, 0, 0, -1, 0}, {9}};
+    check(check_flow<1>(twice) == Counts{5, 0, 0, 4, 0, 0}, "a second slot on a GPU is no candidate");
+
+    // The most that is allowed: all experts on one GPU, all live, with the most tokens each.
+    Problem full{1, static_cast<std::int32_t>(kMaxExperts), static_cast<std::int32_t>(kMaxExperts),
+                 Ids(kMaxExperts), Counts(kMaxExperts, kMostTokens)};
+    std::iota(full.slots.begin(), full.slots.end(), 0);
+    check_matching<1>(full, true);
+    check_flow<1>(full);
+    check_metro<1>(full, {});
+
+    Problem everywhere{1024, 2, 2, Ids(2048), {kMostTokens, kMostTokens}};
+    for (std::size_t s = 0; s < 2048; ++s) everywhere.slots[s] = static_cast<std::int32_t>(s % 2);
+    check_matching<16>(everywhere, true);
+    check_flow<16>(everywhere);
+}
+
+void test_bad_tokens(Random& random) {
+    constexpr std::int64_t kLeast = std::numeric_limits<std::int64_t>::min(),
+                           kMost = std::numeric_limits<std::int64_t>::max();
+    for (int i = 0; i < 400; ++i) {
+        Problem p = draw_sized(random, 1, 10, 4, 30);
+        const std::int64_t wrong[] = {-1, kLeast, kLeast + 1, kMostTokens + 1, kMost};
+        Ids order(p.experts);
+        std::iota(order.rbegin(), order.rend(), 0);
+        if (random.chance(50)) std::fill(p.tokens.begin(), p.tokens.end(), kMost);
+        p.tokens[random.below(p.experts)] = wrong[random.below(5)];
+        const Placement placement = p.placement();
+        Counts routed(p.slots.size(), 0);
+        check(Matching<1>(placement.layer(0), routed.data()).solve(p.tokens.data()) == Outcome::bad_tokens,
+              "matching refuses counts out of range");
+        std::fill(routed.begin(), routed.end(), 0);
+        check(Flow<1>(placement.layer(0), routed.data()).solve(p.tokens.data()) == Outcome::bad_tokens,
+              "flow refuses counts out of range");
+        std::fill(routed.begin(), routed.end(), 0);
+        check(Metro<1>(placement.layer(0), routed.data()).solve(p.tokens.data(), order.data()) ==
+                  Outcome::bad_tokens,
+              "metro refuses counts out of range");
+    }
+    const Problem absent{2, 1, 3, {0, 2}, {1, 1, 1}};
+    const Placement placement = absent.placement();
+    Counts routed(2, 0);
+    check(Matching<1>(placement.layer(0), routed.data()).solve(absent.tokens.data()) == Outcome::bad_tokens,
+          "matching refuses an expert without a replica");
+    routed = {0, 0};
+    check(Flow<1>(placement.layer(0), routed.data()).solve(absent.tokens.data()) == Outcome::bad_tokens,
+          "flow refuses an expert without a replica");
+    routed = {0, 0};
+    check(Metro<1>(placement.layer(0), routed.data()).solve(absent.tokens.data(), nullptr) == Outcome::bad_tokens,
+          "metro refuses an expert without a replica");
+}
+
+void check_layer(const Problem& p, const Layer& layer) {
+    const Gpus filled = p.filled();
+    check(layer.filled_gpus == std::count(filled.begin(), filled.end(), true), "filled GPUs are counted");
+    check(std::equal(p.slots.begin(), p.slots.end(), layer.expert_of.begin(), layer.expert_of.end()),
+          "the layer holds its slots");
+    Ids singles, pairs, others, absent;
+    for (std::int32_t e = 0; e < p.experts; ++e) {
+        const std::vector<Candidate> expected = p.candidates(e);
+        const auto found = layer.candidates_of(e);
+        check(std::equal(expected.begin(), expected.end(), found.begin(), found.end(),
+                         [](Candidate a, Candidate b) { return a.gpu == b.gpu && a.slot == b.slot; }),
+              "candidates are the lowest slots, by GPU");
+        for (std::int32_t g = 0; g < p.gpus; ++g) {
+            for (const Candidate c : expected) {
+                const bool holds =
+                    std::any_of(expected.begin(), expected.end(), [g](Candidate o) { return o.gpu == g; });
+                check(layer.holders_of<1>(c.slot).contains(g) == holds, "a slot knows who holds its expert");
+            }
+            const auto on =
+                std::find_if(expected.begin(), expected.end(), [g](Candidate c) { return c.gpu == g; });
+            check(layer.slot_on(g, e) == (on == expected.end() ? -1 : on->slot), "slot_on finds the candidate");
+        }
+        (expected.empty()       ? absent
+         : expected.size() == 1 ? singles
+         : expected.size() == 2 ? pairs
+                                : others)
+            .push_back(e);
+    }
+    std::stable_sort(others.begin(), others.end(), [&](std::int32_t a, std::int32_t b) {
+        return p.candidates(a).size() < p.candidates(b).size();
+    });
+    Ids grouped;
+    for (const SingleCopy& e : layer.singles) {
+        grouped.push_back(e.expert);
+        check(e.only.slot == p.candidates(e.expert)[0].slot, "a single copy knows its slot");
+    }
+    check(grouped == singles, "experts with one candidate by id");
+    grouped.clear();
+    for (const TwoCopies& e : layer.pairs) {
+        grouped.push_back(e.expert);
+        check(e.low.slot == p.candidates(e.expert)[0].slot && e.high.slot == p.candidates(e.expert)[1].slot,
+              "a pair knows its slots");
+    }
+    check(grouped == pairs, "experts with two candidates by id");
+    check(Ids(layer.others.begin(), layer.others.end()) == others, "the others by candidates, then id");
+    check(Ids(layer.absent.begin(), layer.absent.end()) == absent, "experts without a replica by id");
+}
+
+void test_placement(Random& random) {
+    for (int i = 0; i < 200; ++i) {
+        const Problem shape = draw_sized(random, 1, 10, 5, 25);
+        std::vector<Problem> layers;
+        Ids slots;
+        for (std::int64_t l = random.between(1, 4); l > 0; --l) {
+            layers.push_back(draw_problem(random, shape.gpus, shape.slots_per_gpu, shape.experts));
+            slots.insert(slots.end(), layers.back().slots.begin(), layers.back().slots.end());
+        }
+        const auto count = static_cast<std::int64_t>(layers.size());
+        const Placement placement(slots, count, shape.gpus, shape.slots_per_gpu, shape.experts);
+        Ids().swap(slots);  // the placement keeps its own
+        check(placement.num_layers() == count, "every layer is there");
+        for (std::int64_t l = 0; l < count; ++l) check_layer(layers[l], placement.layer(l));
+    }
+}
+
+template <int W>
+void check_gpu_set(Random& random) {
+    GpuSet<W> set, other;
+    Gpus expected(set.capacity, false), second(set.capacity, false);
+    check(set.empty(), "a new set is empty");
+    check(!set.all().empty() && (other - set.all()).empty(), "the set of all holds every one");
+    for (int i = 0; i < 40 * W; ++i) {
+        const auto g = static_cast<int>(random.below(set.capacity));
+        const bool in = random.chance(60);
+        if (in)
+            set.insert(g);
+        else
+            set.erase(g);
+        expected[g] = in;
+        const auto h = static_cast<int>(random.below(set.capacity));
+        const bool member = random.chance(50);
+        other.insert_if(h, member);
+        second[h] = second[h] || member;
+    }
+    std::vector<int> members, visited;
+    GpuSet<W> both = set;
+    both |= other;
+    for (int g = 0; g < set.capacity; ++g) {
+        if (expected[g]) members.push_back(g);
+        check(set.contains(g) == expected[g] && other.contains(g) == second[g],
+              "a set contains what was inserted");
+        check((set & other).contains(g) == (expected[g] && second[g]), "intersection");
+        check((set - other).contains(g) == (expected[g] && !second[g]), "difference");
+        check(both.contains(g) == (expected[g] || second[g]), "union");
+    }
+    set.each([&](int g) { visited.push_back(g); });
+    GpuSet<W> united = GpuSet<W>::read(set.words.data());
+    united.unite_if(other, false);
+    check(united.words == set.words, "a set is read back, and united with nothing");
+    united.unite_if(other, true);
+    check(united.words == both.words, "a set is united with another");
+    check(visited == members, "members are visited in ascending order");
+    check(set.empty() == members.empty() && (members.empty() || set.lowest() == members[0]), "the lowest member");
+}
+
+void test_gpu_sets(Random& random) {
+    for (int i = 0; i < 20; ++i) {
+        check_gpu_set<1>(random);
+        check_gpu_set<2>(random);
+        check_gpu_set<4>(random);
+        check_gpu_set<8>(random);
+        check_gpu_set<16>(random);
+    }
+}
+
+// Replicate and pack by search over everything, where the core keeps a heap and sorts.
+Ids naive_deepseek(const std::vector<double>& load, std::int32_t gpus, std::int32_t slots_per_gpu) {
+    const auto experts = static_cast<std::int32_t>(load.size());
+    Ids copies(experts, 1), replicas(experts);
+    std::iota(replicas.begin(), replicas.end(), 0);
+    for (std::int32_t spare = gpus * slots_per_gpu - experts; spare > 0; --spare) {
+        std::int32_t best = 0;
+        for (std::int32_t e = 1; e < experts; ++e) {
+            const double here = load[e] / copies[e], there = load[best] / copies[best];
+            if (here > there || (here == there && copies[e] < copies[best])) best = e;
+        }
+        ++copies[best];
+        replicas.push_back(best);
+    }
+    std::vector<double> filled(gpus, 0.0);
+    Ids slots(gpus * slots_per_gpu, -1), used(gpus, 0);
+    std::vector<bool> packed(replicas.size(), false);
+    for (std::size_t step = 0; step < replicas.size(); ++step) {
+        std::size_t next = replicas.size();
+        for (std::size_t r = 0; r < replicas.size(); ++r)
+            if (!packed[r] && (next == replicas.size() || load[replicas[r]] / copies[replicas[r]] >
+                                                              load[replicas[next]] / copies[replicas[next]]))
+                next = r;
+        packed[next] = true;
+        std::int32_t lightest = -1;
+        for (std::int32_t g = 0; g < gpus; ++g)
+            if (used[g] < slots_per_gpu && (lightest < 0 || filled[g] < filled[lightest])) lightest = g;
+        slots[lightest * slots_per_gpu + used[lightest]++] = replicas[next];
+        filled[lightest] += load[replicas[next]] / copies[replicas[next]];
+    }
+    return slots;
+}
+
+void test_deepseek(Random& random) {
+    for (int i = 0; i < 500; ++i) {
+        const auto gpus = static_cast<std::int32_t>(random.between(1, 9)),
+                   per_gpu = static_cast<std::int32_t>(random.between(1, 6)),
+                   experts = static_cast<std::int32_t>(random.between(1, gpus * per_gpu));
+        const std::int64_t kinds[] = {0, 3, 1000, std::int64_t{1} << 52};
+        const std::int64_t most = kinds[random.below(4)];
+        std::vector<double> load(experts);
+        for (double& l : load) l = static_cast<double>(random.between(0, most));
+        Ids slots(gpus * per_gpu, -1);
+        place_deepseek(load, gpus, per_gpu, slots.data());
+        check(slots == naive_deepseek(load, gpus, per_gpu), "deepseek follows its rule");
+    }
+}
+
+void test_assign(Random& random) {
+    Assign assign;  // one for all, as its buffers are reused
+    for (int i = 0; i < 400; ++i) {
+        Problem p = draw_sized(random, 1, 8, 5, 25);
+        for (std::int64_t& t : p.tokens) t = std::min<std::int64_t>(t, 6);
+        const Placement placement = p.placement();
+        const Counts routed = check_flow<1>(p);
+        Ids ids(random.below(5), -1);
+        for (std::int32_t e = 0; e < p.experts; ++e) ids.insert(ids.end(), p.tokens[e], e);
+        random.shuffle(ids);
+        Ids physical(ids.size(), -7);
+        check(assign.solve(placement.layer(0), routed.data(), ids, physical.data()) == -1, "assign solves");
+
+        Counts taken(p.slots.size(), 0);
+        Ids last(p.experts, -1);
+        bool padded = true, held = true, ascending = true;
+        for (std::size_t k = 0; k < ids.size(); ++k) {
+            if (ids[k] < 0) {
+                padded = padded && physical[k] == -1;
+                continue;
+            }
+            held = held && physical[k] >= 0 && p.slots[physical[k]] == ids[k];
+            if (!held) break;
+            ++taken[physical[k]];
+            ascending = ascending && physical[k] >= last[ids[k]];
+            last[ids[k]] = physical[k];
+        }
+        check(padded, "padding is answered with -1");
+        check(held, "every token is sent to a slot that holds its expert");
+        check(taken == routed, "shares are honoured to the token");
+        check(ascending, "the lowest slots take the first tokens");
+
+        const auto expert = static_cast<std::int32_t>(random.below(p.experts));
+        ids.push_back(expert);
+        physical.push_back(0);
+        check(assign.solve(placement.layer(0), routed.data(), ids, physical.data()) == expert,
+              "an id too many is found");
+        if (p.tokens[expert] == 0) continue;
+        ids.pop_back();
+        ids.erase(std::find(ids.begin(), ids.end(), expert));
+        check(assign.solve(placement.layer(0), routed.data(), ids, physical.data()) == expert,
+              "an id too few is found");
+    }
+}
+
+void test_parallel() {
+    for (const int threads : {1, 2, 5}) {
+        for (const std::int64_t count : {0, 1, 15, 16, 17, 33, 1000}) {
+            std::vector<std::atomic<int>> visits(count);
+            for_each_problem(count, threads, [&](std::int64_t i) { ++visits[i]; });
+            check(std::all_of(visits.begin(), visits.end(), [](const auto& v) { return v == 1; }),
+                  "every problem is visited once");
+        }
+    }
+    Random random(7);
+    std::vector<Problem> problems;
+    for (int i = 0; i < 200; ++i) problems.push_back(draw_sized(random, 1, 20, 4, 40));
+    const auto solve_all = [&](int threads) {
+        std::vector<Counts> answers(problems.size());
+        for_each_problem(static_cast<std::int64_t>(problems.size()), threads, [&](std::int64_t i) {
+            const Placement placement = problems[i].placement();
+            answers[i].assign(problems[i].slots.size(), 0);
+            Matching<1>(placement.layer(0), answers[i].data()).solve(problems[i].tokens.data(), true);
+        });
+        return answers;
+    };
+    check(solve_all(1) == solve_all(3), "threads do not change the answers");
+}
+
+void test_arithmetic() {
+    check(ceil_div(0, 3) == 0 && ceil_div(1, 3) == 1 && ceil_div(3, 3) == 1 && ceil_div(4, 3) == 2,
+          "ceil_div rounds up");
+    check(ceil_div(5, 0) == 0, "nothing to divide over");
+    check(fill_of(0) == 0 && activated_in(fill_of(9)) == 1 && tokens_in(fill_of(9)) == 9, "a fill is two counts");
+    check(fill_of(kMostTokens) < fill_of(1) + fill_of(1), "activated experts weigh more than tokens");
+}
+
+}  // namespace
+
+int main() {
+    Random random(20240607);
+    test_arithmetic();
+    test_gpu_sets(random);
+    test_placement(random);
+    test_edges();
+    test_longest_paths();
+    test_brute_force(random);
+    test_width_does_not_matter(random);
+    test_word_widths(random);
+    test_bad_tokens(random);
+    test_deepseek(random);
+    test_assign(random);
+    test_parallel();
+    if (failures != 0) {
+        std::printf("%lld of %lld checks FAILED\n", static_cast<long long>(failures),
+                    static_cast<long long>(checks));
+        return EXIT_FAILURE;
+    }
+    std::printf("%lld checks passed\n", static_cast<long long>(checks));
+    return EXIT_SUCCESS;
+}

@@ -1,0 +1,442 @@
+"""The command line: what each command prints, writes and refuses, and with which exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from eplb_opt import cli
+from eplb_opt.cli import app
+from eplb_opt.gap import DEFAULT_METHODS
+from eplb_opt.objective import Objective
+from eplb_opt.placers import placement_methods
+from eplb_opt.routers import routing_methods
+from eplb_opt.workload import MODEL_SHAPES
+
+SLOTS = [[0, 1], [0, 2], [1, 3], [2, 3]]
+SMALL = ["--model", "mixtral-8x7b", "--gpus", "4", "--steps", "2"]
+
+
+def run(*arguments: object, code: int = 0, columns: int | None = None) -> Any:
+    """Run a command; the result has `stdout` and `stderr`."""
+    environment = {"COLUMNS": None if columns is None else str(columns)}
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], env=environment)
+    assert result.exit_code == code, result.output
+    return result
+
+
+def refusal(*arguments: object, code: int = 1) -> str:
+    """Run a command that must fail; give what it says."""
+    result = run(*arguments, code=code)
+    assert result.stdout == ""
+    return str(result.stderr)
+
+
+@pytest.fixture(autouse=True)
+def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the colours that some CI services ask for."""
+    monkeypatch.setattr("typer.rich_utils.FORCE_TERMINAL", False)
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+
+
+@pytest.fixture
+def placement(tmp_path: Path) -> Path:
+    """Write the four-GPU example."""
+    path = tmp_path / "placement.npy"
+    np.save(path, np.array(SLOTS))
+    return path
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    """Write a batch for it: four tokens for each expert."""
+    path = tmp_path / "tokens.npy"
+    np.save(path, np.full((1, 1, 4), 4))
+    return path
+
+
+# Help
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    """As pip knows it."""
+    assert run("--version").stdout == f"eplb-opt {version('eplb-opt')}\n"
+
+
+@pytest.mark.parametrize("command", ["gap", "route", "validate", "presets"])
+def test_every_command_has_help_with_an_example(command: str) -> None:
+    """Help says what the command does and how to call it."""
+    assert command in run("--help").stdout
+    assert f"eplb-opt {command} " in run(command, "--help").stdout or command == "presets"
+    assert "Example" in run(command, "--help").stdout
+
+
+def test_presets_lists_all_there_is() -> None:
+    """Models, objectives and methods, by the names that the options take."""
+    for columns in (None, 80):
+        printed = run("presets", columns=columns).stdout
+        for names in (MODEL_SHAPES, Objective.PRESETS, routing_methods(), placement_methods()):
+            for name in names:
+                assert name in printed
+        assert "optimal" in printed
+
+
+def test_the_objectives_are_those_of_the_package() -> None:
+    """The option offers what `Objective` knows."""
+    assert tuple(objective.value for objective in cli._Objective) == Objective.PRESETS
+
+
+# gap
+
+
+def test_gap_prints_a_table_per_deployment() -> None:
+    """Plain text in a pipe, with every method and column."""
+    printed = run("gap", "--gpus", "8,16", "--redundant", "32", "--steps", "1").stdout
+    assert "DeepSeek-V3 decode, synthetic" in printed
+    for gpus in (8, 16):
+        assert f"{gpus} GPUs, replication 1.125 (32 redundant slots)" in printed
+    for text in (*DEFAULT_METHODS, "live experts", "even share", "optimum", "p50", "p99", "worst"):
+        assert text in printed
+    assert "\x1b" not in printed
+    assert max(map(len, printed.splitlines())) <= 100
+
+
+def test_gap_fits_a_narrow_terminal() -> None:
+    """Eighty columns hold the table without p50, p99 and the optimum, on one line per method."""
+    arguments = ["gap", "--gpus", "16", "--replication", "1.25", "--steps", "1"]
+    lines = run(*arguments, columns=80).stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum(line.startswith("metro") for line in lines) == 2
+    assert not any("p99" in line for line in lines)
+
+
+def test_gap_writes_what_it_measured(tmp_path: Path) -> None:
+    """JSON, CSV and a figure hold the same study; quiet prints nothing."""
+    files = {option: tmp_path / f"gap.{option}" for option in ("json", "csv")}
+    options = [text for option, path in files.items() for text in (f"--{option}", path)]
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "gap.svg"
+    result = run("gap", *SMALL, *options, "--plot", plot, "--quiet", "--seed", 3)
+    assert result.output == ""
+    study = json.loads(files["json"].read_text())
+    assert (study["traffic"], study["layers"]) == ("Mixtral-8x7B decode, synthetic", 32)
+    assert len(files["csv"].read_text().splitlines()) == 1 + len(study["rows"])
+    assert "<svg" in plot.read_text(encoding="utf-8")
+
+
+def test_gap_writes_to_standard_output() -> None:
+    """A dash puts the file in place of the tables."""
+    assert json.loads(run("gap", *SMALL, "--json", "-").stdout)["objective"] == "activations"
+    lines = run("gap", *SMALL, "--csv", "-", "--replication", "1.5").stdout.splitlines()
+    assert lines[0].startswith("gpus,redundant,replication,method")
+    assert len(lines) == 1 + len(DEFAULT_METHODS)
+
+
+def test_gap_takes_methods_objective_and_stage() -> None:
+    """The options reach the study; a method keeps its own options."""
+    method = "metro:order=random,seed=3"
+    options = ["--method", method, "--method", "uniform", "--objective", "tokens"]
+    result = run("gap", *SMALL, *options, "--stage", "prefill", "--threads", 2, "--json", "-")
+    study = json.loads(result.stdout)
+    assert {row["method"] for row in study["rows"]} == {method, "uniform"}
+    assert (study["traffic"], study["objective"]) == ("Mixtral-8x7B prefill, synthetic", "tokens")
+
+
+def test_gap_replays_counts_with_the_methods_that_they_serve(tmp_path: Path) -> None:
+    """Default methods that need top-k ids are left out, by name; one that was asked for fails."""
+    path = tmp_path / "counts.npy"
+    np.save(path, np.random.default_rng(0).integers(0, 9, (3, 2, 16)))
+    options = ["gap", path, "--gpus", 4, "--replication", 1.5]
+    result = run(*options, "--json", "-")
+    assert "holds counts only; left out: nearest, rank-mod, trtllm, vllm-hash" in result.stderr
+    study = json.loads(result.stdout)
+    assert (study["traffic"], study["batches"]) == (str(path), 3)
+    assert "vllm-hash needs topk_ids" in refusal(*options, "--method", "vllm-hash")
+
+
+def test_gap_with_an_engine(tmp_path: Path) -> None:
+    """An exact engine within its time limit agrees with the optimum."""
+    pytest.importorskip("highspy")
+    options = ["--method", "highs", "--time-limit", 60, "--replication", "1.5", "--json", "-"]
+    (row,) = json.loads(run("gap", *SMALL, *options).stdout)["rows"]
+    assert row["gap_max"] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--gpus", "8,x"], "expected numbers between commas, not '8,x'"),
+        (["--gpus", "0"], "expected numbers from 1, not 0"),
+        (["--replication", "nan"], "expected numbers from 1, not nan"),
+        (["--replication", "1.5", "--redundant", "8"], "one of --replication and --redundant"),
+        (["--redundant", "-8"], "expected numbers from 0"),
+        (["--json", "-", "--csv", "-"], "only one of"),
+        (["--json", "missing/gap.json"], "missing is not a folder"),
+        (["--plot", "gap.doc"], "ends in neither"),
+        (["--objective", "speed"], "speed"),
+        (["--tokens", "0"], "--tokens"),
+        (["traffic.npy", "--model", "kimi-k2"], "leave FILE out"),
+        (["--nonsense"], "nonsense"),
+    ],
+)
+def test_gap_with_wrong_options_is_a_usage_error(options: list[str], message: str) -> None:
+    """Exit code 2, before any work."""
+    assert message in " ".join(refusal("gap", *options, code=2).replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "gpt-7"], "no model is called 'gpt-7'; the known ones are: deepseek-v3"),
+        (["--method", "metr0"], "unknown method 'metr0'; known: optimal"),
+        (["--method", "metro:speed=1"], "metro has no option 'speed'; it has: order, seed"),
+        (["--gpus", "7", "--redundant", "30"], "286 slots do not divide over 7 GPUs; 280 or 287"),
+        (["missing.json"], "missing.json: No such file or directory"),
+        (["missing.xyz"], "unknown suffix '.xyz'"),
+    ],
+)
+def test_gap_says_what_is_wrong_in_a_line(options: list[str], message: str) -> None:
+    """Exit code 1 and one line without a traceback."""
+    said = refusal("gap", *options)
+    assert said.startswith("error: ")
+    assert message in said
+    assert said.count("\n") == 1
+
+
+# route
+
+
+@pytest.mark.parametrize(("method", "activated"), [("uniform", 2), ("optimal", 1)])
+def test_route_the_four_gpu_example(
+    placement: Path, tokens: Path, tmp_path: Path, method: str, activated: int
+) -> None:
+    """Two activated per GPU under the equal split, one at the optimum; tokens stay balanced."""
+    out = tmp_path / "routing.npz"
+    printed = run("route", placement, tokens, "--method", method, "--out", out).stdout
+    assert f"makespan              {activated}.00" in printed
+    with np.load(out) as routing:
+        assert routing["activated"].tolist() == [[activated] * 4]
+        assert routing["tokens"].shape == (1, 4, 2)
+        assert routing["tokens"].sum(axis=-1).tolist() == [[4] * 4]
+        assert (routing["makespan"], routing["bound"]) == (activated, 1)
+        assert sorted(routing.files) == sorted(
+            ["tokens", "activated", "makespan", "bound", "status", "certificate"]
+        )
+    gap = {"uniform": "100.00 %", "optimal": "0.00 %"}[method]
+    assert gap in printed
+    assert f"{2 - activated} of 1 problems proven optimal" in printed
+
+
+def test_route_prints_few_layers_or_the_fullest(tmp_path: Path) -> None:
+    """Three layers are all shown, thirteen are not; layers without tokens are left out."""
+    for layers in (3, 13):
+        placed, counts = tmp_path / "placed.npy", tmp_path / "counts.npy"
+        np.save(placed, np.tile(np.array(SLOTS), (layers, 1, 1)))
+        np.save(counts, np.pad(np.full((2, layers, 4), 7), ((0, 0), (1, 0), (0, 0))))
+        result = run("route", placed, counts)
+        assert ("By layer" in result.stdout) == (layers == 3)
+        assert ("The fullest 5 of 13 layers" in result.stdout) == (layers == 13)
+        assert "left out 1 layer" in result.stderr
+
+
+def test_route_counts_topk_ids(placement: Path, tmp_path: Path) -> None:
+    """Ids are one batch, or batches of the given size."""
+    ids, out = tmp_path / "ids.npz", tmp_path / "routing.npz"
+    np.savez(ids, topk=np.array([[0, 1], [0, -1], [2, 3], [3, 1]]))
+    for options, batches in (([], 1), (["--batch", 2], 2)):
+        run("route", placement, ids, "--objective", "tokens", "--out", out, *options)
+        with np.load(out) as routing:
+            assert routing["tokens"].shape == (batches, 4, 2)
+            assert routing["tokens"].sum() == 7
+
+
+def test_route_reads_a_map(tokens: Path, tmp_path: Path) -> None:
+    """A physical-to-logical map needs --gpus, and the error says so."""
+    path = tmp_path / "map.json"
+    path.write_text(json.dumps({"physical_to_logical_map": [np.ravel(SLOTS).tolist()]}))
+    assert "--gpus" in refusal("route", path, tokens)
+    assert "4 GPUs x 2 slots" in run("route", path, tokens, "--gpus", 4).stdout
+
+
+def test_route_tells_an_engine_that_ran_out_of_time(placement: Path, tokens: Path) -> None:
+    """Without time there is no proof; the command still succeeds."""
+    pytest.importorskip("highspy")
+    options = ["--method", "highs", "--time-limit", 0]
+    assert "0 of 1 problems proven optimal" in run("route", placement, tokens, *options).stdout
+    options[1] = "highs:warm_start=false"
+    assert "1 unsolved" in run("route", placement, tokens, *options).stdout
+
+
+@pytest.mark.parametrize("method", [m for m, t in routing_methods().items() if t.needs])
+def test_route_without_ids_for_a_method_that_needs_them(
+    placement: Path, tokens: Path, method: str
+) -> None:
+    """The error names what is needed and where the method can be used."""
+    said = refusal("route", placement, tokens, "--method", method)
+    assert f"error: {method} needs " in said
+    assert "eplb-opt gap" in said
+
+
+def test_route_refuses_tokens_of_another_model(placement: Path, tmp_path: Path) -> None:
+    """Other experts, other layers, negative counts: each in a line."""
+    counts = tmp_path / "counts.npy"
+    for values, message in (
+        (np.ones((1, 1, 5), dtype=int), "num_experts=4"),
+        (np.ones((1, 2, 4), dtype=int), "the traffic has 2 layers, the placement 1"),
+        (-np.ones((1, 1, 4), dtype=int), "[0][0][0]: -1"),
+    ):
+        np.save(counts, values)
+        assert message in refusal("route", placement, counts)
+
+
+# validate
+
+
+def test_validate_a_placement(tmp_path: Path) -> None:
+    """Copies, redundant and empty slots, dead GPUs; a second copy on a GPU is told, not refused."""
+    path = tmp_path / "placement.npy"
+    np.save(path, np.array([[[0, 1, 2], [0, 3, 0], [4, 4, 5], [-1, -1, -1]]] * 2))
+    printed = run("validate", path).stdout
+    for text in (
+        "a valid placement",
+        "2 layers, 4 GPUs x 3 slots, 6 experts",
+        "1 least, 1 median, 3 most",
+        "redundant slots of a layer  3",
+        "empty slots                 6",
+        "GPUs without any expert     1",
+        "4: layer 0, GPU 1: expert 0; layer 0, GPU 2: expert 4; layer 1, GPU 1: expert 0; ...",
+    ):
+        assert text in " ".join(printed.split()) or text in printed
+
+
+def test_validate_a_trace(tmp_path: Path) -> None:
+    """Shape, dense layers and skew; counts of one GPU only are a warning."""
+    path = tmp_path / "tokens.csv"
+    path.write_text("0,0,0,0\n1,2,3,4\n")
+    printed = run("validate", path).stdout
+    for text in ("valid trace", "1 step, 2 layers, 4 experts", "1: 0", "1.60"):
+        assert text in printed
+    path.write_text("1,2,0,0\n")
+    assert "warning: " in run("validate", path).stderr
+    ids = tmp_path / "ids.npz"
+    np.savez(ids, topk=np.array([[[0, 1]], [[2, 1]]]))
+    assert "top-2 ids of 2 tokens, 1 layer, 3 experts" in run("validate", ids).stdout
+
+
+def test_validate_can_be_told_what_a_file_is(placement: Path) -> None:
+    """A bare array that looks like slots can be insisted to be counts, and the other way round."""
+    assert "a valid placement" in run("validate", placement).stdout
+    assert "a valid trace" in run("validate", placement, "--as", "trace").stdout
+    np.save(placement, np.array([[0, 0, 5], [3, 3, 1]]))
+    result = run("validate", placement)
+    assert "a valid trace" in result.stdout
+    assert "--as placement" in result.stderr
+    said = refusal("validate", placement, "--as", "placement")
+    assert "layer 0: expert 2 has no replica (nor have 1 more)" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", b'{"layer_list": 3}', "layer_list: 3; expected a list"),
+        ("a.json", b'{"logical_count": [[1, -1]]}', "logical_count[0][1]: -1; expected a whole"),
+        ("a.json", b"{", "damaged, or not a .json file"),
+        ("a.npz", b"PK", "damaged, or not a .npz file"),
+        ("a.npy", b"", "damaged, or not a .npy file"),
+        ("a.csv", b"1,x\n", "line 1, column 2: 'x'; expected a whole number"),
+        ("a.yaml", b"", "unknown suffix '.yaml'"),
+    ],
+)
+def test_validate_says_what_is_wrong_where(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    """Exit code 1; the line names the file, the place in it and what was expected."""
+    path = tmp_path / name
+    path.write_bytes(content)
+    said = refusal("validate", path).splitlines()[-1]
+    assert said.startswith(f"error: {path}: ")
+    assert message in said
+
+
+def test_validate_every_real_file(shared_data: Path) -> None:
+    """All files are valid as what they are; the placements of another layout are refused."""
+    kinds = {
+        "sglang_deepseek_v3/prefill_in512.json": "trace",
+        "gpt_oss_20b/routes.npz": "trace",
+        "qwen3_30b_batches/qwen_b64_032_012.npz": "trace",
+        "vllm_ascend/expert_map.json": "placement",
+    }
+    for name, kind in kinds.items():
+        assert f"a valid {kind}" in run("validate", shared_data / name).stdout
+    assert "arrays found: A2_900" in refusal(
+        "validate", shared_data / "omni_placements" / "placements.npz"
+    )
+
+
+# The process
+
+
+def test_no_command_prints_help() -> None:
+    """A lone `eplb-opt` shows the commands."""
+    result = CliRunner().invoke(app, [])
+    assert "validate" in result.output
+
+
+def test_interruption_is_exit_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C ends the command as it ends a shell's."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "optimality_gap", interrupted)
+    assert "Traceback" not in run("gap", code=130).output
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what is raised on purpose becomes a line."""
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(cli, "optimality_gap", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        CliRunner().invoke(app, ["gap"], catch_exceptions=False)
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The line says what to install."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = run("gap", *SMALL, "--quiet", "--plot", tmp_path / "gap.png", code=1)
+    assert result.output == "error: plots need matplotlib: pip install 'eplb-opt[plot]'\n"
+
+
+def test_the_installed_command(placement: Path, tokens: Path, tmp_path: Path) -> None:
+    """The entry point runs as a process: results and errors on their own streams, nothing else."""
+    command = [sys.executable, "-c", "from eplb_opt.cli import app; app()"]
+    good = subprocess.run(
+        [*command, "route", placement, tokens], capture_output=True, text=True, check=False
+    )
+    assert (good.returncode, good.stderr) == (0, "")
+    assert "1 of 1 problems proven optimal" in good.stdout
+    bad = subprocess.run(
+        [*command, "route", placement, tmp_path / "none.npy"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (bad.returncode, bad.stdout) == (1, "")
+    assert bad.stderr == f"error: {tmp_path / 'none.npy'}: No such file or directory\n"
+
+
+def test_the_entry_point_is_the_app() -> None:
+    """What pip installs as `eplb-opt` is a Typer app."""
+    assert isinstance(app, typer.Typer)

@@ -1,0 +1,321 @@
+"""Placements from loads: the DeepSeek algorithm, worked examples, and loads that are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from numpy.typing import NDArray
+
+from eplb_opt.errors import InfeasibleError, InvalidPlacementError, InvalidTokensError
+from eplb_opt.placement import Placement
+from eplb_opt.placers import DeepSeek, placement_methods
+from eplb_opt.placing import PlacementPlan, as_load, solve_placement
+
+Load = NDArray[np.float64]
+
+LOADS: st.SearchStrategy[Load] = hnp.arrays(
+    np.float64,
+    hnp.array_shapes(min_dims=2, max_dims=2, max_side=8),
+    elements=st.one_of(st.integers(0, 9).map(float), st.floats(0, 1e12)),
+)
+
+
+def deepseek(load: list[float], gpus: int, per_gpu: int) -> list[list[int]]:
+    """Place one layer as DeepSeek's EPLB does in its global form, by the plainest search."""
+    copies = [1] * len(load)
+    replicas = list(range(len(load)))
+    for _ in range(gpus * per_gpu - len(load)):
+        hottest = max(range(len(load)), key=lambda e: (load[e] / copies[e], -copies[e], -e))
+        copies[hottest] += 1
+        replicas.append(hottest)
+    slots: list[list[int]] = [[] for _ in range(gpus)]
+    filled = [0.0] * gpus
+    for expert in sorted(replicas, key=lambda e: -load[e] / copies[e]):
+        open_gpus = [gpu for gpu in range(gpus) if len(slots[gpu]) < per_gpu]
+        lightest = min(open_gpus, key=lambda gpu: filled[gpu])
+        slots[lightest].append(expert)
+        filled[lightest] += load[expert] / copies[expert]
+    return slots
+
+
+def gpu_loads(plan: PlacementPlan, load: Load) -> Load:
+    """Return each GPU's load [layers, gpus] when copies share their expert's load equally."""
+    placement = plan.placement
+    share = load / placement.copies
+    by_slot = np.stack([row[slots] for row, slots in zip(share, placement.expert_of, strict=True)])
+    return np.asarray(by_slot.reshape(placement.num_layers, placement.num_gpus, -1).sum(axis=-1))
+
+
+# --- laws ---
+
+
+@given(LOADS, st.integers(1, 6), st.integers(0, 5))
+def test_deepseek_follows_its_rule(load: Load, gpus: int, extra: int) -> None:
+    """The compiled placement is, slot by slot, that of a plain search."""
+    per_gpu = -(-load.shape[1] // gpus) + extra
+    plan = solve_placement(load, num_gpus=gpus, slots_per_gpu=per_gpu)
+    expected = [deepseek(row, gpus, per_gpu) for row in load.tolist()]
+    assert plan.placement.slots.tolist() == expected
+
+
+@given(LOADS, st.integers(1, 6), st.integers(0, 5))
+def test_the_plan_measures_its_placement(load: Load, gpus: int, extra: int) -> None:
+    """Makespan, bound and balance are what the equal split of the load gives, layer by layer."""
+    per_gpu = -(-load.shape[1] // gpus) + extra
+    plan = solve_placement(load, num_gpus=gpus, slots_per_gpu=per_gpu)
+    found = gpu_loads(plan, load)
+    assert plan.makespan.shape == plan.bound.shape == plan.balance.shape == (len(load),)
+    assert plan.makespan == pytest.approx(found.max(axis=1))
+    assert plan.bound == pytest.approx(found.mean(axis=1))
+    assert (plan.balance <= 1 + 1e-12).all()
+    loaded = load.any(axis=1)
+    assert plan.balance[loaded] == pytest.approx(plan.bound[loaded] / plan.makespan[loaded])
+    assert (plan.balance[~loaded] == 1).all()
+
+
+@given(LOADS, st.integers(1, 6), st.integers(0, 5))
+def test_every_slot_is_filled_and_every_expert_placed(load: Load, gpus: int, extra: int) -> None:
+    """No empty slots, no expert lost; copies lower the largest load per copy as far as they can."""
+    per_gpu = -(-load.shape[1] // gpus) + extra
+    placement = solve_placement(load, num_gpus=gpus, slots_per_gpu=per_gpu).placement
+    assert (placement.slots >= 0).all()
+    assert (placement.copies >= 1).all()
+    largest = (load / placement.copies).max(axis=1, keepdims=True)
+    # No expert could give up a copy and stay at or below the largest load per copy, strictly.
+    spare = placement.copies > 1
+    assert (load[spare] / (placement.copies[spare] - 1) >= (largest * spare)[spare] - 1e-9).all()
+
+
+@given(LOADS, st.integers(1, 6), st.integers(0, 5))
+def test_layers_are_placed_one_by_one(load: Load, gpus: int, extra: int) -> None:
+    """A layer's placement does not depend on the others; a 1-D load drops the layer axis."""
+    per_gpu = -(-load.shape[1] // gpus) + extra
+    together = solve_placement(load, num_gpus=gpus, slots_per_gpu=per_gpu)
+    for layer, row in enumerate(load):
+        alone = solve_placement(row, num_gpus=gpus, slots_per_gpu=per_gpu)
+        assert not alone.placement.layered
+        assert alone.makespan.shape == alone.bound.shape == alone.balance.shape == ()
+        assert np.array_equal(alone.placement.slots, together.placement.slots[layer])
+        assert float(alone.makespan) == together.makespan[layer]
+        assert float(alone.bound) == together.bound[layer]
+
+
+@given(st.permutations([float(2**i) for i in range(10)]), st.integers(1, 4), st.integers(0, 3))
+def test_experts_of_different_load_may_be_renamed(load: list[float], gpus: int, extra: int) -> None:
+    """Without ties, GPUs get the same loads whatever the experts are called."""
+    per_gpu = -(-len(load) // gpus) + extra
+    renamed = np.array([load])
+    plain = np.sort(renamed)
+    found, expected = (
+        gpu_loads(solve_placement(given_load, num_gpus=gpus, slots_per_gpu=per_gpu), given_load)
+        for given_load in (renamed, plain)
+    )
+    assert found.tolist() == expected.tolist()
+
+
+@given(LOADS)
+def test_same_load_same_plan(load: Load) -> None:
+    """Twice the same call: twice the same placement; scaling by 2 changes nothing either."""
+    plans = [
+        solve_placement(given_load, num_gpus=3, slots_per_gpu=load.shape[1])
+        for given_load in (load, load.copy(), 2 * load)
+    ]
+    assert plans[0].placement == plans[1].placement == plans[2].placement
+
+
+# --- worked examples ---
+
+
+def test_the_hottest_expert_gets_the_spare_slots() -> None:
+    """90, 10, 10, 10 on 2 x 3 slots: three copies of the first, two of them on one GPU."""
+    plan = solve_placement([90, 10, 10, 10], num_gpus=2, slots_per_gpu=3)
+    assert plan.placement.copies.tolist() == [[3, 1, 1, 1]]
+    assert plan.placement.slots.tolist() == [[0, 0, 3], [0, 1, 2]]
+    assert (float(plan.makespan), float(plan.bound)) == (70.0, 60.0)
+
+
+def test_balance_is_mean_over_max_per_layer() -> None:
+    """100 and 200 on one GPU each balance to 0.75 in every layer."""
+    plan = solve_placement([[100, 200], [200, 100]], num_gpus=2, slots_per_gpu=1)
+    assert plan.balance.tolist() == [0.75, 0.75]
+
+
+@pytest.mark.parametrize("shape", [(4, 2), (3, 4), (1, 9), (8, 1)])
+def test_no_load_is_spread_evenly(shape: tuple[int, int]) -> None:
+    """Without load every expert has as many copies as any other, up to one; balance is 1."""
+    gpus, per_gpu = shape
+    plan = solve_placement(np.zeros((2, 5)), num_gpus=gpus, slots_per_gpu=per_gpu)
+    copies = plan.placement.copies
+    assert (copies.max(axis=1) - copies.min(axis=1) <= 1).all()
+    assert plan.makespan.tolist() == plan.bound.tolist() == [0, 0]
+    assert plan.balance.tolist() == [1, 1]
+
+
+def test_one_layer_without_load() -> None:
+    """A dense layer among others is spread evenly and leaves them alone."""
+    plan = solve_placement([[8, 1, 1], [0, 0, 0]], num_gpus=3, slots_per_gpu=2)
+    assert plan.placement.copies.tolist() == [[4, 1, 1], [2, 2, 2]]
+    assert plan.balance[1] == 1
+
+
+def test_one_hot_load() -> None:
+    """All spare slots go to the only expert with load; its copies go to different GPUs first."""
+    plan = solve_placement([0, 12, 0, 0], num_gpus=4, slots_per_gpu=2)
+    assert plan.placement.copies.tolist() == [[1, 5, 1, 1]]
+    assert plan.placement.candidates.tolist() == [[1, 4, 1, 1]]
+    assert (float(plan.makespan), float(plan.bound)) == (4.8, 3.0)
+
+
+def test_one_gpu() -> None:
+    """On one GPU everything is balanced."""
+    plan = solve_placement([3, 2, 1], num_gpus=1, slots_per_gpu=4)
+    assert sorted(plan.placement.slots.ravel().tolist()) == [0, 0, 1, 2]
+    assert (float(plan.makespan), float(plan.balance)) == (6.0, 1.0)
+
+
+def test_more_gpus_than_an_expert_has_load() -> None:
+    """An expert may have more copies than there are GPUs; loads stay exact beyond 2^31."""
+    plan = solve_placement([2**40, 1], num_gpus=2, slots_per_gpu=3)
+    assert plan.placement.copies.tolist() == [[5, 1]]
+    assert float(plan.bound) == (2**40 + 1) / 2
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint64, np.float32, np.float64])
+def test_any_numbers_in_any_order(dtype: type) -> None:
+    """Types and memory orders make no difference, and the load is not written to."""
+    load: NDArray[Any] = np.array([[5, 3, 9, 1], [0, 2, 2, 8]], dtype=dtype)
+    expected = solve_placement(load.tolist(), num_gpus=2, slots_per_gpu=3)
+    for variant in (load, np.asfortranarray(load), np.repeat(load, 2, axis=1)[:, ::2]):
+        before = variant.copy()
+        plan = solve_placement(variant, num_gpus=2, slots_per_gpu=3, method=DeepSeek())
+        assert plan.placement == expected.placement
+        assert np.array_equal(variant, before)
+
+
+def test_replicas_of_tensorrt_llm(shared_data: Path) -> None:
+    """TensorRT-LLM's tests expect the same copies, and rank loads as close as ours."""
+    golden = json.loads((shared_data / "golden_cases.json").read_text())
+    for case in golden["trtllm_replication"]["cases"] + golden["trtllm_placement"]["cases"]:
+        load = np.array([case["load"]], dtype=np.float64)
+        gpus, slots = case["ep"], case["slots_per_rank"]
+        plan = solve_placement(load, num_gpus=gpus, slots_per_gpu=slots)
+        assert plan.placement.copies[0].tolist() == case["replicas"]
+        loads = gpu_loads(plan, load)
+        assert np.ptp(loads) <= case.get("max_diff", np.inf)
+
+
+def test_packing_of_sglang(shared_data: Path) -> None:
+    """SGLang's packing example: 9, 1, 1, 1 in two full packs weigh at most 10."""
+    golden = json.loads((shared_data / "golden_cases.json").read_text())["sglang_balanced_packing"]
+    weight, packs = golden["weight"], golden["packs"]
+    plan = solve_placement(weight, num_gpus=packs, slots_per_gpu=len(weight) // packs)
+    assert float(plan.makespan) == golden["max_pack"]
+
+
+def test_the_eplb_readme(shared_data: Path) -> None:
+    """On the README's weights the global form balances better than the published two-node map."""
+    golden = json.loads((shared_data / "golden_cases.json").read_text())["eplb_readme"]
+    load = np.array(golden["weight"], dtype=np.float64)
+    gpus = golden["num_gpus"]
+    plan = solve_placement(load, num_gpus=gpus, slots_per_gpu=golden["num_replicas"] // gpus)
+    share = load / np.array(golden["logcnt"])
+    published = np.take_along_axis(share, np.array(golden["phy2log"]), axis=1)
+    assert (plan.makespan <= published.reshape(2, gpus, -1).sum(axis=-1).max(axis=-1)).all()
+
+
+def test_recorded_loads(recorded_load: Callable[[str], NDArray[np.int64]]) -> None:
+    """Recorded loads, some beyond 2^31 in sum, balance above 0.9 in all layers on 32 x 9 slots."""
+    for name in ("decode_in1000out1000", "decode_in2000out100", "prefill_in512", "prefill_in4096"):
+        load = recorded_load(name)
+        assert load.sum() > 2**30
+        plan = solve_placement(load, num_gpus=32, slots_per_gpu=9)
+        assert plan.placement.slots.shape == (58, 32, 9)
+        assert (plan.placement.redundant() == 32).all()
+        assert (plan.balance > 0.9).all()
+        assert plan.bound.tolist() == (load.sum(axis=1) / 32).tolist()
+        row = load[20].tolist()
+        assert plan.placement.slots[20].tolist() == deepseek(row, 32, 9)
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("load", "message"),
+    [
+        ([[1, 2], [3, float("nan")]], "layer 1, expert 1 has load nan"),
+        ([1, float("inf")], "^expert 1 has load inf"),
+        ([1, -float("inf")], "^expert 1 has load -inf"),
+        ([[1, -2]], "layer 0, expert 1 has load -2"),
+        (np.zeros((2, 0)), r"not float64 of shape \(2, 0\)"),
+        ([], r"shape \(0,\)"),
+        ([[[1]]], r"shape \(1, 1, 1\)"),
+        (3, r"shape \(\)"),
+        ([True, False], "not bool"),
+        (["1"], "not <U1"),
+        ([None], "not object"),
+        ([1j], "not complex128"),
+    ],
+)
+def test_bad_loads_are_refused(load: Any, message: str) -> None:
+    """What is no load is refused with the place and the value."""
+    with pytest.raises(InvalidTokensError, match=message):
+        solve_placement(load, num_gpus=2, slots_per_gpu=4)
+    with pytest.raises(InvalidTokensError, match=message):
+        as_load(load)
+
+
+def test_fewer_slots_than_experts() -> None:
+    """No expert is lost: too few slots are an error that says how many are missing."""
+    with pytest.raises(InfeasibleError, match=r"256 experts.*255: 1 missing"):
+        solve_placement(np.ones(256), num_gpus=3, slots_per_gpu=85)
+    assert solve_placement(np.ones(256), num_gpus=3, slots_per_gpu=86).placement.num_experts == 256
+
+
+@pytest.mark.parametrize(("gpus", "slots"), [(0, 4), (4, 0), (-1, 4)])
+def test_sizes_must_be_positive(gpus: int, slots: int) -> None:
+    """No GPUs or no slots are refused by name."""
+    with pytest.raises(ValueError, match="num_gpus and slots_per_gpu must be at least 1"):
+        solve_placement([1, 1], num_gpus=gpus, slots_per_gpu=slots)
+
+
+def test_too_many_gpus() -> None:
+    """Beyond the supported GPUs the placement says so."""
+    with pytest.raises(InvalidPlacementError, match="1025 GPUs; at most 1024"):
+        solve_placement([1, 1], num_gpus=1025, slots_per_gpu=1)
+
+
+def test_an_unknown_method_lists_the_known() -> None:
+    """A misspelt method is an error that names the methods; each has a line that describes it."""
+    with pytest.raises(ValueError, match=r"unknown placement method 'deepsek'; known: deepseek"):
+        solve_placement([1], num_gpus=1, slots_per_gpu=1, method="deepsek")
+    methods = placement_methods()
+    assert "deepseek" in methods
+    assert all(methods.values())
+
+
+class Backwards:
+    """A placer of one's own: slot by slot, the experts backwards."""
+
+    summary: ClassVar[str] = "experts backwards"
+
+    def place(self, load: Load, num_gpus: int, slots_per_gpu: int) -> NDArray[np.int32]:
+        """Return int32 [layers, gpus, slots]."""
+        layers, experts = load.shape
+        order = experts - 1 - np.arange(num_gpus * slots_per_gpu) % experts
+        return np.tile(order.astype(np.int32), (layers, 1)).reshape(layers, num_gpus, slots_per_gpu)
+
+
+def test_a_placer_of_ones_own() -> None:
+    """An instance that follows the protocol is used as it is, and measured like the others."""
+    plan = solve_placement([[4, 2, 2]], num_gpus=2, slots_per_gpu=2, method=Backwards())
+    assert plan.placement == Placement([[[2, 1], [0, 2]]])
+    assert plan.makespan.tolist() == [5.0]

@@ -1,0 +1,155 @@
+"""The figures of a study: written in every format, whatever the study holds."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from eplb_opt.errors import SolverUnavailableError
+from eplb_opt.gap import DEFAULT_METHODS, GapRow, GapStudy
+from eplb_opt.plots import _apart, plot_gap
+
+pytest.importorskip("matplotlib")
+
+
+def row(gpus: int, replication: float, method: str, mean: float) -> GapRow:
+    """Make a row with a gap."""
+    gaps = (mean, mean, 1.5 * mean, 1.8 * mean, 2 * mean)
+    redundant = round(256 * (replication - 1))
+    rest = (12.0, 10.0, 9.0, 150.0, 2.0, 144.0, 200.0, 5.0, 1.0)
+    return GapRow(gpus, redundant, replication, method, 58, 0, *gaps, *rest)
+
+
+def study(*rows: GapRow) -> GapStudy:
+    """Make a study of rows."""
+    return GapStudy("DeepSeek-V3 decode", "activations", 32, 20, 58, "x86_64", rows)
+
+
+def grid(gpus: list[int], replication: list[float], methods: tuple[str, ...]) -> GapStudy:
+    """Make a study with a row for each, the first method without any gap."""
+    return study(
+        *(
+            row(g, r, method, 0.1 * rank**2 * (r - 1) * (1 + g / 32))
+            for g in gpus
+            for r in replication
+            for rank, method in enumerate(methods)
+        )
+    )
+
+
+def texts(path: Path) -> str:
+    """Give what an SVG says, whose letters matplotlib notes in comments."""
+    return path.read_text(encoding="utf-8")
+
+
+MAGIC = {".png": b"\x89PNG\r\n", ".pdf": b"%PDF-", ".svg": b"<?xml"}
+
+
+@pytest.mark.parametrize("suffix", MAGIC)
+def test_the_suffix_decides_the_format(tmp_path: Path, suffix: str) -> None:
+    """Vector graphics for papers, a bitmap for pages."""
+    path = tmp_path / f"gap{suffix}"
+    plot_gap(grid([8, 16], [1.25, 1.5], DEFAULT_METHODS[:3]), path)
+    assert path.read_bytes().startswith(MAGIC[suffix])
+
+
+def test_a_bitmap_has_200_dots_per_inch(tmp_path: Path) -> None:
+    """Three panels are seven inches wide, the text width of a paper; one panel fits a column."""
+    for gpus, width in (([8, 16, 32], 1400), ([8], 700)):
+        plot_gap(grid(gpus, [1.25, 1.5], ("optimal", "metro")), tmp_path / "gap.png")
+        header = (tmp_path / "gap.png").read_bytes()[16:24]
+        assert int.from_bytes(header[:4], "big") == width
+
+
+def test_everything_is_said(tmp_path: Path) -> None:
+    """Panels, axes, ratios and methods are named."""
+    path = tmp_path / "gap.svg"
+    plot_gap(grid([8, 16], [1.125, 1.5], ("optimal", "metro", "uniform")), path)
+    for text in ("8 GPUs", "16 GPUs", "1.125", "optimal", "metro", "uniform", "replication (slots"):
+        assert f"<!-- {text}" in texts(path)
+    assert "Optimality gap: DeepSeek-V3 decode, activations" in texts(path)
+
+
+def test_one_ratio_gives_a_row_per_method(tmp_path: Path) -> None:
+    """Without two ratios there is no line to draw."""
+    path = tmp_path / "gap.svg"
+    plot_gap(grid([8, 16], [1.25], ("optimal", "metro")), path)
+    assert "<!-- 8 GPUs, replication 1.25 -->" in texts(path)
+    assert "<!-- metro -->" in texts(path)
+
+
+@pytest.mark.parametrize("ratios", [[1.25], [1.25, 1.5]])
+@pytest.mark.parametrize("mean", [0.0, 1e-9, 40.0, math.nan])
+def test_any_gap_can_be_drawn(tmp_path: Path, ratios: list[float], mean: float) -> None:
+    """No gap at all, a tiny one, a huge one, and the NaN of an engine that ran out of time."""
+    rows = [row(8, r, m, g) for r in ratios for m, g in (("a", 0.0), ("b", 0.05), ("c", mean))]
+    plot_gap(study(*rows), tmp_path / "gap.png")
+    plot_gap(study(*rows[2::3]), tmp_path / "gap.svg")
+
+
+def test_odd_studies_can_be_drawn(tmp_path: Path) -> None:
+    """Rows that repeat, methods that are missing somewhere, long names, many lines."""
+    path = tmp_path / "gap.png"
+    plot_gap(study(row(8, 1.5, "a", 0.1), row(8, 1.5, "a", 0.1), row(8, 1.25, "a", 0.1)), path)
+    plot_gap(study(row(8, 1.5, "a", 0.1), row(16, 1.25, "b", 0.1), row(16, 1.5, "b", 0.1)), path)
+    plot_gap(grid([8], [1.0625, 1.07, 1.5], ("optimal", "Mine(" + "9, " * 300 + ")")), path)
+    plot_gap(grid([8], [1.25, 1.5], tuple(f"method {i}" for i in range(30))), path)
+
+
+def test_a_study_without_rows_is_refused(tmp_path: Path) -> None:
+    """There is nothing to draw."""
+    with pytest.raises(ValueError, match="no rows"):
+        plot_gap(study(), tmp_path / "gap.png")
+
+
+def test_an_unknown_suffix_is_refused(tmp_path: Path) -> None:
+    """Matplotlib names those that it knows."""
+    with pytest.raises(ValueError, match="supported formats"):
+        plot_gap(grid([8], [1.25], ("metro",)), tmp_path / "gap.xyz")
+
+
+def test_nothing_global_is_touched(tmp_path: Path) -> None:
+    """Pyplot, its windows and the caller's style stay out of it."""
+    code = (
+        "import sys, matplotlib\n"
+        "from eplb_opt.gap import optimality_gap\n"
+        "from eplb_opt.plots import plot_gap\n"
+        "before = dict(matplotlib.rcParams)\n"
+        "study = optimality_gap(gpus=[8], replication=[1.25], methods=['metro'], steps=1)\n"
+        f"plot_gap(study, {str(tmp_path / 'gap.png')!r})\n"
+        "assert 'matplotlib.pyplot' not in sys.modules\n"
+        "assert dict(matplotlib.rcParams) == before\n"
+    )
+    environment = {**os.environ, "MPLBACKEND": "agg"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def test_without_matplotlib_the_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A serving process does not install it."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SolverUnavailableError, match=r"pip install 'eplb-opt\[plot\]'"):
+        plot_gap(grid([8], [1.25], ("metro",)), tmp_path / "gap.png")
+
+
+@given(
+    wanted=hnp.arrays(np.float64, st.integers(1, 12), elements=st.floats(0, 1)),
+    distance=st.floats(0.01, 0.2),
+)
+def test_labels_are_moved_apart(wanted: np.ndarray, distance: float) -> None:
+    """Labels keep their order and distance, and stay where they are if they have it already."""
+    places = _apart(wanted, distance)
+    order = np.argsort(wanted, kind="stable")
+    assert (np.diff(places[order]) >= distance - 1e-9).all()
+    assert places.mean() == pytest.approx(wanted.mean())
+    np.testing.assert_allclose(_apart(places, distance), places, atol=1e-9)
