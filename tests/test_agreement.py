@@ -23,7 +23,7 @@ def drawn_problems() -> Iterator[Problem]:
         slots = rng.permutation(np.concatenate([np.arange(experts), spare]))
         placement = eo.Placement(slots.reshape(gpus, per_gpu), num_experts=experts)
         live = rng.random(experts) < rng.uniform(0.2, 1.0)
-        tokens = live * np.ceil(rng.lognormal(1.0, 1.2, experts)).astype(np.int64)
+        tokens = np.where(live, np.ceil(rng.lognormal(1.0, 1.2, experts)).astype(np.int64), 0)
         yield Problem(placement, tokens)
 
 

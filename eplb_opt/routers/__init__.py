@@ -93,6 +93,8 @@ def resolve_method(method: str | RoutingMethod, objective: Objective) -> Routing
     Metro(order='random', seed=3)
     """
     resolved = _parse(method, objective) if isinstance(method, str) else method
+    if isinstance(resolved, type) or not hasattr(resolved, "traits"):
+        raise TypeError(f"method must be a name or an instance of a method, not {method!r}")
     if objective.name not in resolved.traits.objectives:
         raise ValueError(
             f"{method} solves the objective {' and '.join(resolved.traits.objectives)} only, not "

@@ -38,6 +38,10 @@ class Nearest:
     gpus_per_node: int = 8
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if self.gpus_per_node < 1:
+            raise ValueError(f"gpus_per_node must be at least 1, not {self.gpus_per_node}")
+
     def bind(self, placement: Placement, objective: Objective, threads: int) -> Solve:
         """Prepare for a placement and return the function that routes on it."""
         rng = np.random.default_rng(self.seed)

@@ -2,8 +2,9 @@
 //
 // Replicate: every spare slot goes to the expert with the largest load per copy; ties to the expert
 // with fewer copies, then the lower id, so that a layer without load is spread evenly. Pack: the
-// replicas by falling load per copy (stable: an expert's copies by age, experts by id) go to the
-// lightest GPU with a free slot, the lowest on a tie. Nothing keeps two copies off one GPU.
+// replicas by falling load per copy (stable: first copies by id, then the further ones as they were
+// granted) go to the lightest GPU with a free slot, the lowest on a tie. Nothing keeps two copies of
+// an expert off one GPU.
 // Time O((E + R) log(E + R) + P G) for R spare of P slots.
 #pragma once
 

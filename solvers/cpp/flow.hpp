@@ -2,7 +2,8 @@
 // parametric flow in the room that alternating paths give it.
 //
 //   1. Experts with one candidate go there. The others, by (number of candidates, expert id), are
-//      poured like water over their candidates: the lightest rise first, to a common level.
+//      poured like water over their candidates: the lightest rise first, to a common level; what
+//      does not divide goes one each to the first by (load before, GPU id).
 //   2. The target is n = max(ceil(total / filled GPUs), largest load of step 1). From each GPU above
 //      n, in ascending order, tokens are pushed along alternating paths to GPUs below n; an edge
 //      uses the expert with the most tokens there, a push is as large as both ends and every edge
@@ -76,7 +77,7 @@ class Flow {
             total += t;
             std::int64_t& low = load_[e.low.gpu];
             std::int64_t& high = load_[e.high.gpu];
-            const std::int64_t to_low = std::clamp<std::int64_t>((t + high - low + 1) >> 1, 0, t);
+            const std::int64_t to_low = std::clamp<std::int64_t>((t + high - low + (low <= high)) >> 1, 0, t);
             low += to_low;
             high += t - to_low;
             routed_[e.low.slot] = to_low;

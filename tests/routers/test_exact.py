@@ -1,0 +1,368 @@
+"""The exact engines: what they prove, that they agree, and that nothing is reported unchecked."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from eplb_opt import _core
+from eplb_opt.errors import EplbError, InfeasibleError, InvalidTokensError, SolverUnavailableError
+from eplb_opt.objective import Objective
+from eplb_opt.placement import Placement
+from eplb_opt.routers.base import NO_CONTEXT, Context, TimeLimit
+from eplb_opt.routers.exact import NOTHING, Found, Pairs, Program, judge, seconds_left
+from eplb_opt.routing import Router, Routing, Status, solve_routing
+from eplb_opt.testing import Problem, check_routing
+
+PACKAGES = {
+    "highs": ["highspy"],
+    "cp-sat": ["ortools"],
+    "pulp": ["pulp"],
+    "pulp:solver=HiGHS": ["pulp", "highspy"],
+}
+OBJECTIVES = Objective.PRESETS
+FOUR_GPUS = Placement([[0, 1], [0, 2], [1, 3], [2, 3]])
+
+
+@pytest.fixture(params=PACKAGES)
+def engine(request: pytest.FixtureRequest) -> str:
+    """Name every exact method in turn, PuLP with two solvers; skip what is not installed."""
+    name: str = request.param
+    for package in PACKAGES[name]:
+        pytest.importorskip(package)
+    return name
+
+
+def cold(engine: str) -> str:
+    """Return the engine's name without its warm start."""
+    return f"{engine}{',' if ':' in engine else ':'}warm_start=false"
+
+
+def draw(rng: np.random.Generator, gpus: int, experts: int, most_tokens: int) -> Problem:
+    """Draw three batches on one layer: duplicates on a GPU, empty slots, dead experts."""
+    per_gpu = -(-int(experts * rng.uniform(1.2, 2.0)) // gpus)
+    spare = rng.integers(-1, experts, gpus * per_gpu - experts)
+    slots = rng.permutation(np.concatenate([np.arange(experts), spare]))
+    live = rng.random((3, experts)) < [[0.9], [0.5], [0.1]]
+    tokens = live * rng.integers(1, most_tokens + 1, (3, experts))
+    return Problem(Placement(slots.reshape(gpus, per_gpu), experts), tokens)
+
+
+def splits(tokens: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Yield every way to split tokens over so many parts."""
+    for cuts in itertools.combinations_with_replacement(range(tokens + 1), parts - 1):
+        ends = (0, *cuts, tokens)
+        yield tuple(b - a for a, b in itertools.pairwise(ends))
+
+
+def smallest_makespan(problem: Problem, tokens: NDArray[np.int64], objective: Objective) -> int:
+    """Try every routing, splits of an expert's tokens included."""
+    program = Program.of(problem.placement, Pairs.of(problem.placement, 0), tokens, objective)
+    candidates = np.bincount(program.expert, minlength=program.live.size)
+    choices = [splits(int(t), int(n)) for t, n in zip(program.tokens, candidates, strict=True)]
+    return min(
+        program.makespan(np.array(list(itertools.chain(*routing)), np.int64))
+        for routing in itertools.product(*choices)
+    )
+
+
+@pytest.mark.parametrize(("objective", "optimum"), [("activations", 1), ("tokens", 4)])
+def test_four_gpus(engine: str, objective: str, optimum: int) -> None:
+    """The example of four GPUs is proven: one activated and four tokens on each."""
+    routing = solve_routing(FOUR_GPUS, [4, 4, 4, 4], objective=objective, method=engine)
+    check_routing(FOUR_GPUS, [4, 4, 4, 4], routing)
+    assert routing.makespan == routing.bound == optimum
+    assert routing.status == Status.OPTIMAL
+    assert routing.gpu_tokens().tolist() == [4, 4, 4, 4]
+    assert not routing.certificate.any()
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_agrees_with_the_compiled_optimum(engine: str, objective: str) -> None:
+    """On drawn problems every engine proves the makespan that the compiled method proves."""
+    rng = np.random.default_rng(1)
+    for gpus, experts in ((2, 5), (4, 9), (5, 24), (9, 40)):
+        problem = draw(rng, gpus, experts, most_tokens=30)
+        optimal = solve_routing(problem.placement, problem.tokens, objective=objective)
+        judged = solve_routing(
+            problem.placement, problem.tokens, objective=objective, method=engine
+        )
+        check_routing(problem.placement, problem.tokens, judged)
+        assert (judged.status == Status.OPTIMAL).all()
+        assert np.array_equal(judged.makespan, optimal.makespan)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_agrees_with_trying_everything(engine: str, objective: str) -> None:
+    """On tiny problems the proven makespan is the smallest of all routings."""
+    rng = np.random.default_rng(2)
+    for _ in range(3):
+        problem = draw(rng, gpus=3, experts=4, most_tokens=3)
+        judged = solve_routing(
+            problem.placement, problem.tokens, objective=objective, method=engine
+        )
+        smallest = [smallest_makespan(problem, t, judged.objective) for t in problem.tokens]
+        assert judged.makespan.tolist() == smallest
+        assert judged.bound.tolist() == smallest
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_start_changes_no_makespan(engine: str, objective: str) -> None:
+    """With and without METRO's answer to start from, the same makespans are proven."""
+    problem = draw(np.random.default_rng(3), gpus=6, experts=20, most_tokens=9)
+    warm = solve_routing(problem.placement, problem.tokens, objective=objective, method=engine)
+    without = solve_routing(
+        problem.placement, problem.tokens, objective=objective, method=cold(engine)
+    )
+    for name in ("makespan", "bound", "status"):
+        assert np.array_equal(getattr(warm, name), getattr(without, name))
+
+
+def test_production_size(engine: str) -> None:
+    """256 experts in 320 slots on 32 GPUs, 150 of them live, are proven optimal."""
+    rng = np.random.default_rng(4)
+    copies = rng.zipf(1.6, 64) % 256
+    slots = rng.permutation(np.concatenate([np.arange(256), copies])).reshape(32, 10)
+    placement = Placement(slots)
+    tokens = np.bincount(rng.permutation(256)[:150], np.ceil(rng.lognormal(0, 1, 150)), 256)
+    for objective in OBJECTIVES:
+        batch = tokens.astype(np.int64)
+        judged = solve_routing(placement, batch, objective=objective, method=engine)
+        check_routing(placement, batch, judged)
+        assert judged.status == Status.OPTIMAL
+        assert judged.makespan == solve_routing(placement, batch, objective=objective).makespan
+
+
+def test_first_slot_stands_for_duplicates(engine: str) -> None:
+    """An expert in two slots of a GPU is one candidate: its first slot there takes its tokens."""
+    placement = Placement([[-1, 0, 1, 0], [1, 0, -1, 1]])
+    routing = solve_routing(placement, [6, 1], objective="tokens", method=engine)
+    assert routing.makespan == 4
+    assert routing.tokens[:, 3].tolist() == [0, 0]
+
+
+def test_layers_without_tokens_are_proven(engine: str) -> None:
+    """A problem without live experts has makespan and bound 0 and is OPTIMAL, even at once."""
+    placement = Placement([[[0, 1], [1, -1]], [[1, 0], [0, -1]]])
+    tokens = np.array([[0, 0], [0, 0]])
+    for stop in (None, TimeLimit(0)):
+        routing = solve_routing(placement, tokens, method=engine, stop=stop)
+        check_routing(placement, tokens, routing)
+        assert routing.status.tolist() == [Status.OPTIMAL] * 2
+        assert routing.makespan.tolist() == routing.bound.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_stopped_at_once(engine: str, objective: str) -> None:
+    """Without time a warm start is METRO's answer, FEASIBLE; a cold one is UNSOLVED and bounded."""
+    problem = draw(np.random.default_rng(5), gpus=5, experts=20, most_tokens=9)
+    placement, tokens = problem.placement, problem.tokens
+    optimum = solve_routing(placement, tokens, objective=objective).makespan
+    stop = TimeLimit(0)
+    warm = solve_routing(placement, tokens, objective=objective, method=engine, stop=stop)
+    check_routing(placement, tokens, warm)
+    assert (warm.status == Status.FEASIBLE).all()
+    assert (warm.bound <= optimum).all()
+    assert np.array_equal(warm.tokens, solve_routing(placement, tokens, method="metro").tokens)
+
+    router = Router(placement, objective=objective, method=cold(engine))
+    out = router.route(tokens)
+    router.route(tokens, out=out, stop=stop)
+    check_routing(placement, tokens, out)
+    assert (out.status == Status.UNSOLVED).all()
+    assert not out.tokens.any()
+    assert not out.activated.any()
+    assert np.isnan(out.makespan).all()
+    assert np.array_equal(out.bound, warm.bound)
+
+
+def test_stopped_on_the_way(engine: str) -> None:
+    """Whatever time there is, the answer is valid and its status is what was proven."""
+    problem = draw(np.random.default_rng(6), gpus=16, experts=120, most_tokens=9)
+    placement, tokens = problem.placement, problem.tokens
+    for seconds in (1e-6, 1e-3, 1e-2):
+        for name in (engine, cold(engine)):
+            routing = solve_routing(placement, tokens, method=name, stop=TimeLimit(seconds))
+            check_routing(placement, tokens, routing)
+
+
+def test_silence(engine: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """No engine writes to the standard output or error."""
+    for objective in OBJECTIVES:
+        solve_routing(FOUR_GPUS, [[4, 4, 4, 4], [1, 0, 7, 0]], objective=objective, method=engine)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_threads_change_nothing(engine: str) -> None:
+    """The answers are the same to the token on any number of threads, and from run to run."""
+    problem = draw(np.random.default_rng(7), gpus=4, experts=15, most_tokens=9)
+    one, two = (
+        solve_routing(problem.placement, problem.tokens, method=engine, threads=threads)
+        for threads in (1, 2)
+    )
+    assert np.array_equal(one.tokens, two.tokens)
+
+
+def test_bad_tokens(engine: str) -> None:
+    """Bad tokens are refused as everywhere, by place."""
+    with pytest.raises(InvalidTokensError, match="expert 2 has -1 tokens"):
+        solve_routing(FOUR_GPUS, [1, 1, -1, 1], method=engine)
+    with pytest.raises(InvalidTokensError, match="of shape"):
+        solve_routing(FOUR_GPUS, [1, 1], method=engine)
+    placement = Placement([[0], [2]], allow_missing=True)
+    with pytest.raises(InfeasibleError, match="expert 1 has tokens but no replica"):
+        solve_routing(placement, [1, 1, 1], method=cold(engine))
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_huge_counts_are_judged_honestly(engine: str, objective: str) -> None:
+    """With the largest counts the bound holds, the answer is whole, and CP-SAT still proves it."""
+    problem = draw(np.random.default_rng(8), gpus=4, experts=15, most_tokens=9)
+    placement = problem.placement
+    tokens = np.where(problem.tokens % 3, problem.tokens, _core.MAX_TOKENS_PER_EXPERT)
+    optimal = solve_routing(placement, tokens, objective=objective)
+    if engine == "pulp":
+        with pytest.raises(EplbError, match=r"pulp, problem \(0,\): CBC hands back eight digits"):
+            solve_routing(placement, tokens, objective=objective, method=engine)
+        return
+    judged = solve_routing(placement, tokens, objective=objective, method=engine)
+    check_routing(placement, tokens, judged)
+    assert (judged.bound <= optimal.makespan).all()
+    assert (judged.bound >= optimal.makespan * (1 - 2e-6)).all()
+    assert (judged.status == Status.OPTIMAL).all() or engine != "cp-sat"
+
+
+@pytest.mark.parametrize(("engine", "packages"), PACKAGES.items())
+def test_missing_package(engine: str, packages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its package a method says at once what to install."""
+    monkeypatch.setitem(sys.modules, packages[0], None)
+    method = engine.partition(":")[0]
+    expected = rf"{method} needs {packages[0]}: pip install 'eplb-opt\[exact\]'"
+    with pytest.raises(SolverUnavailableError, match=expected):
+        Router(FOUR_GPUS, method=engine)
+
+
+def test_nothing_is_imported_before_it_runs() -> None:
+    """To import the package and to bind a router costs no engine's import."""
+    script = """
+import sys
+from eplb_opt.placement import Placement
+from eplb_opt.routing import Router
+for method in ("highs", "cp-sat", "pulp"):
+    Router(Placement([[0]]), method=method)
+print([name for name in ("highspy", "ortools", "pulp") if name in sys.modules])
+"""
+    for package in ("highspy", "ortools", "pulp"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def fake(found: Found) -> Routing:
+    """Judge what an engine proposes for the four GPUs with two tokens for each of two experts.
+
+    The pairs are expert 0 on GPUs 0 and 1, expert 3 on GPUs 2 and 3.
+    """
+    objective = Objective("activations")
+    solve = judge("fake", lambda *_: found, FOUR_GPUS, objective, 1, warm_start=False)
+    out = Routing.empty(FOUR_GPUS, objective, (1,))
+    solve(np.array([[2, 0, 0, 2]]), out, NO_CONTEXT)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("taken", "bound", "makespan", "status"),
+    [
+        ([2, 0, 0, 2], 1.0, 1, Status.OPTIMAL),
+        ([2, 0, 0, 2], 1e-6, 1, Status.OPTIMAL),
+        ([1.0000001, 0.9999999, -1e-9, 2], 0.5, 1, Status.OPTIMAL),
+        ([2, 0, 0, 2], 0.0, 1, Status.FEASIBLE),
+        ([2, 0, 0, 2], -np.inf, 1, Status.FEASIBLE),
+    ],
+)
+def test_status_is_what_the_engine_proved(
+    taken: list[float], bound: float, makespan: int, status: Status
+) -> None:
+    """A bound counts raised to an integer; the one counted here makes no problem OPTIMAL."""
+    out = fake(Found(np.array(taken), bound))
+    check_routing(FOUR_GPUS, [[2, 0, 0, 2]], out)
+    assert (out.makespan[0], out.bound[0], out.status[0]) == (makespan, 1, status)
+
+
+@pytest.mark.parametrize(
+    ("taken", "bound", "complaint"),
+    [
+        ([2, 0, 0, 1], 1.0, "serves 1 of the 2 tokens of expert 3"),
+        ([2, 1, 0, 2], 1.0, "serves 3 of the 2 tokens of expert 0"),
+        ([3, -1, 0, 2], 1.0, "negative"),
+        ([2, 0, np.nan, 2], 1.0, "not numbers"),
+        ([2, 0, 0, 2], 1.5, "proves a makespan of 2 or more where 1 is in hand"),
+    ],
+)
+def test_wrong_answers_raise(taken: list[float], bound: float, complaint: str) -> None:
+    """What does not serve the tokens, or contradicts itself, is an error and no answer."""
+    with pytest.raises(EplbError, match=rf"^fake, problem \(0,\): .*{complaint}"):
+        fake(Found(np.array(taken), bound))
+
+
+def test_no_answer_keeps_the_bound() -> None:
+    """An engine that stops without an answer leaves its bound behind."""
+    out = fake(Found(None, 0.3))
+    assert (out.bound[0], out.status[0]) == (1, Status.UNSOLVED)
+
+
+def test_worse_answer_than_the_start() -> None:
+    """The better of the start and of the engine's answer is kept."""
+    objective = Objective("activations")
+    found = Found(np.array([1, 1, 1, 1, 1, 1, 1, 1]), 1.0)
+    solve = judge("fake", lambda *_: found, FOUR_GPUS, objective, 1, warm_start=True)
+    out = Routing.empty(FOUR_GPUS, objective, ())
+    solve(np.array([2, 2, 2, 2]), out, NO_CONTEXT)
+    assert out.makespan == 1
+    assert out.status == Status.OPTIMAL
+
+
+def test_time_is_shared_problem_after_problem() -> None:
+    """The time limit is over the call: early problems have it, late ones find it spent."""
+
+    def slow(program: Program, start: object, deadline: float) -> Found:
+        time.sleep(min(0.06, seconds_left(deadline)))
+        return NOTHING if seconds_left(deadline) == 0 else Found(program.tokens, 1.0)
+
+    placement, objective = Placement([[0]]), Objective("activations")
+    solve = judge("slow", slow, placement, objective, 1, warm_start=False)
+    out = Routing.empty(placement, objective, (20,))
+    began = time.monotonic()
+    solve(np.ones((20, 1), np.int64), out, Context(stop=TimeLimit(0.2)))
+    assert time.monotonic() - began < 1
+    assert out.status[0] == Status.OPTIMAL
+    assert out.status[-1] == Status.UNSOLVED
+    assert (np.diff(out.status) <= 0).all()
+
+
+def test_counted_bound() -> None:
+    """All GPUs that hold a live expert share the demand; one alone serves what only it holds."""
+    placement = Placement([[0, 1, 2], [0, 3, -1], [4, -1, -1]])
+    pairs = Pairs.of(placement, 0)
+
+    def bounds(tokens: list[int]) -> list[int]:
+        program = [
+            Program.of(placement, pairs, np.array(tokens), Objective(name)) for name in OBJECTIVES
+        ]
+        return [p.counted_bound() for p in program]
+
+    assert bounds([5, 0, 0, 0, 0]) == [1, 3]
+    assert bounds([1, 1, 1, 0, 0]) == [2, 2]
+    assert bounds([9, 1, 0, 1, 2]) == [2, 5]
+    assert bounds([1, 1, 6, 0, 0]) == [2, 7]

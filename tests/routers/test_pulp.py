@@ -1,0 +1,91 @@
+"""PuLP alone: the model itself, and its solvers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from eplb_opt.errors import EplbError, InfeasibleError, InvalidTokensError, SolverUnavailableError
+from eplb_opt.placement import Placement
+from eplb_opt.routers.pulp import Pulp
+from eplb_opt.routing import Status, solve_routing
+
+pulp = pytest.importorskip("pulp")
+
+PLACEMENT = Placement([[0, 1], [0, -1]])
+
+
+def rows(model: object) -> list[str]:
+    """Return the constraints of a model as text."""
+    return str(model).split("SUBJECT TO\n")[1].split("\nVARIABLES")[0].strip().split("\n\n")
+
+
+def test_model_is_the_program_of_the_paper() -> None:
+    """The activations are stated as METRO states them, one named row each."""
+    assert rows(Pulp.model(PLACEMENT, [3, 2])) == [
+        "gpu_0: - makespan + y_0_0 + y_1_0 <= 0",
+        "gpu_1: - makespan + y_0_1 <= 0",
+        "expert_0: x_0_0 + x_0_1 = 3",
+        "expert_1: x_1_0 = 2",
+        "activates_0_0: x_0_0 - 3 y_0_0 <= 0",
+        "activates_0_1: x_0_1 - 3 y_0_1 <= 0",
+        "activates_1_0: x_1_0 - 2 y_1_0 <= 0",
+    ]
+
+
+def test_model_of_tokens_has_no_y() -> None:
+    """The tokens need no binary variable; experts without tokens need no row."""
+    assert rows(Pulp.model(PLACEMENT, [3, 0], "tokens")) == [
+        "gpu_0: - makespan + x_0_0 <= 0",
+        "gpu_1: - makespan + x_0_1 <= 0",
+        "expert_0: x_0_0 + x_0_1 = 3",
+    ]
+
+
+def test_model_of_a_layer(tmp_path: Path) -> None:
+    """A layer is chosen by number, and the model can be written for other solvers."""
+    placement = Placement([[[0, 1], [0, -1]], [[1, 0], [1, -1]]])
+    model = Pulp.model(placement, [[3, 2], [0, 5]], layer=1)
+    assert rows(model)[2] == "expert_1: x_1_0 + x_1_1 = 5"
+    model.writeLP(str(tmp_path / "problem.lp"))
+    assert "x_1_0 + x_1_1 = 5" in (tmp_path / "problem.lp").read_text()
+
+
+def test_model_refuses_what_is_not_one_problem() -> None:
+    """Batch axes, bad counts and experts without a replica are errors."""
+    with pytest.raises(InvalidTokensError, match=r"no batch axes, not be of shape \(1, 2\)"):
+        Pulp.model(PLACEMENT, [[3, 2]])
+    with pytest.raises(InvalidTokensError, match="expert 1 has -2 tokens"):
+        Pulp.model(PLACEMENT, [3, -2])
+    with pytest.raises(InfeasibleError, match="expert 0 has tokens but no replica"):
+        Pulp.model(Placement([[1], [2]], allow_missing=True), [3, 2, 0])
+
+
+def test_unknown_solver() -> None:
+    """A solver that PuLP does not find is an error that lists those it finds."""
+    for solver in ("MOSEK", "nonsense"):
+        with pytest.raises(SolverUnavailableError, match=rf"{solver}.* finds: .*PULP_CBC_CMD"):
+            solve_routing(PLACEMENT, [3, 2], method=f"pulp:solver={solver}")
+
+
+def test_solver_without_a_gap_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The value of a solver whose gap PuLP cannot set is lowered by 1e-4 before it proves."""
+    options = frozenset({"msg", "_skip_v4_deprecation"})
+    monkeypatch.setattr("eplb_opt.routers.pulp._options", lambda _: options)
+    one = Placement([[0]])
+    few = solve_routing(one, [9_999], objective="tokens", method="pulp")
+    many = solve_routing(one, [20_000], objective="tokens", method="pulp")
+    assert few.status == Status.OPTIMAL
+    assert many.status == Status.FEASIBLE
+
+
+def test_failing_solver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A solver that breaks down raises an error that names it and the problem."""
+
+    def fail(*_: object) -> None:
+        raise pulp.PulpError("no licence")
+
+    monkeypatch.setattr(pulp.LpProblem, "solve", fail)
+    with pytest.raises(EplbError, match=r"^pulp, problem \(\): PULP_CBC_CMD: no licence"):
+        solve_routing(PLACEMENT, [3, 2], method="pulp")
