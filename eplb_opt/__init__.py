@@ -27,7 +27,8 @@ from eplb_opt.placement import Placement
 from eplb_opt.placers import placement_methods
 from eplb_opt.placing import PlacementPlan, solve_placement
 from eplb_opt.routers import RoutingMethod, TimeLimit, routing_methods
-from eplb_opt.routing import Router, Routing, RoutingSummary, Status, solve_routing
+from eplb_opt.routing import Router, Routing, RoutingSummary, solve_routing
+from eplb_opt.status import Status
 from eplb_opt.trace import LoadTrace, TokenTrace, read_trace
 from eplb_opt.workload import MODEL_SHAPES, ModelShape, Workload, model_shape
 

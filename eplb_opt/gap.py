@@ -24,7 +24,8 @@ from eplb_opt.placement import slots_for
 from eplb_opt.placers import PlacementMethod
 from eplb_opt.placing import solve_placement
 from eplb_opt.routers import RoutingMethod, TimeLimit, resolve_method
-from eplb_opt.routing import Router, Routing, Status
+from eplb_opt.routing import Router, Routing
+from eplb_opt.status import Status
 from eplb_opt.trace import LoadTrace, TokenTrace, read_trace
 from eplb_opt.workload import Workload
 

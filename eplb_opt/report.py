@@ -22,7 +22,8 @@ from eplb_opt.objective import Objective
 from eplb_opt.placement import EMPTY, Placement
 from eplb_opt.placers import placement_methods
 from eplb_opt.routers import routing_methods
-from eplb_opt.routing import Routing, Status
+from eplb_opt.routing import Routing
+from eplb_opt.status import Status
 from eplb_opt.trace import LoadTrace, TokenTrace
 from eplb_opt.workload import MODEL_SHAPES
 

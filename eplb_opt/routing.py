@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -18,19 +17,9 @@ from eplb_opt.objective import Objective
 from eplb_opt.placement import Placement
 from eplb_opt.routers import resolve_method
 from eplb_opt.routers.base import NO_CONTEXT, Context, RoutingMethod, TimeLimit
+from eplb_opt.status import Status
 
 __all__ = ["Router", "Routing", "RoutingSummary", "Status", "solve_routing"]
-
-
-class Status(IntEnum):
-    """What is known of one problem's answer."""
-
-    UNSOLVED = 0
-    """No answer: an exact engine stopped without one; its tokens are all zero."""
-    FEASIBLE = 1
-    """A valid routing, not proven to be optimal."""
-    OPTIMAL = 2
-    """A valid routing whose makespan equals a proven lower bound."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,8 @@ from eplb_opt.bounds import certified_bound
 from eplb_opt.demand import as_tokens
 from eplb_opt.errors import SolverUnavailableError
 from eplb_opt.placement import EMPTY, Placement
-from eplb_opt.routing import Routing, Status, solve_routing
+from eplb_opt.routing import Routing, solve_routing
+from eplb_opt.status import Status
 
 try:
     from hypothesis import strategies as st

@@ -13,13 +13,12 @@ from eplb_opt.demand import as_topk_ids, count_tokens, reject_tokens
 from eplb_opt.errors import InvalidTokensError
 from eplb_opt.objective import Objective
 from eplb_opt.placement import Placement
+from eplb_opt.status import Status
 
 if TYPE_CHECKING:
     from eplb_opt.routing import Routing
 
 __all__ = ["Context", "RoutingMethod", "TimeLimit", "Traits"]
-
-FEASIBLE = 1  # Status.FEASIBLE, which lives above this module
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +162,7 @@ def finish(out: Routing, routed: NDArray[np.int64]) -> None:
     out.activated[...] = (out.tokens > 0).sum(axis=-1)
     evaluate(out)
     out.bound.fill(np.nan)
-    out.status.fill(FEASIBLE)
+    out.status.fill(Status.FEASIBLE)
     out.certificate.fill(False)
 
 

@@ -54,12 +54,11 @@ from eplb_opt.demand import reject_tokens
 from eplb_opt.errors import EplbError, SolverUnavailableError
 from eplb_opt.objective import Objective
 from eplb_opt.placement import EMPTY, Placement
-from eplb_opt.routers.base import FEASIBLE, Context, Solve
+from eplb_opt.routers.base import Context, Solve
+from eplb_opt.status import Status
 
 if TYPE_CHECKING:
     from eplb_opt.routing import Routing
-
-UNSOLVED, OPTIMAL = 0, 2  # of Status, which lives above this module
 
 
 class Pairs(NamedTuple):
@@ -227,13 +226,15 @@ def judge(
         depend on the number.
     warm_start
         Hand the engine METRO's greedy answer, and keep it where nothing better is found in time.
+
+    Notes
+    -----
+    Ctrl-C takes effect when the problems being solved at that moment end.
     """
     pairs = [Pairs.of(placement, layer) for layer in range(placement.num_layers)]
 
     def solve(tokens: NDArray[np.int64], out: Routing, context: Context) -> None:
         deadline = math.inf if context.stop is None else time.monotonic() + context.stop.seconds
-        if np.shape(tokens) != (*out.makespan.shape, placement.num_experts):
-            raise ValueError("tokens and answer differ in shape")
         reject_tokens(placement, tokens)
         out.tokens.fill(0)
         if warm_start:
@@ -277,7 +278,7 @@ def _try(
 ) -> _Verdict:
     """Let an engine solve a program if there is time, and say what is then known."""
     if program.live.size == 0:
-        return _Verdict(None, 0, 0, OPTIMAL)
+        return _Verdict(None, 0, 0, Status.OPTIMAL)
     answers = [] if start is None else [start]
     proven = 0
     if seconds_left(deadline) > 0:
@@ -287,9 +288,10 @@ def _try(
             answers.append(program.rounded(found.taken))
     bound = max(proven, program.counted_bound())
     if not answers:
-        return _Verdict(None, math.nan, bound, UNSOLVED)
+        return _Verdict(None, math.nan, bound, Status.UNSOLVED)
     best = min(answers, key=program.makespan)
     makespan = program.makespan(best)
     if proven > makespan:
         raise EngineError(f"it proves a makespan of {proven} or more where {makespan} is in hand")
-    return _Verdict(best, makespan, bound, OPTIMAL if proven == makespan else FEASIBLE)
+    status = Status.OPTIMAL if proven == makespan else Status.FEASIBLE
+    return _Verdict(best, makespan, bound, status)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from highspy._core import _Highs
 
 TOLERANCE = 1e-9
-BOUND_TOLERANCE = 1e-11
+BOUND_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ template <class T>
 using Array = nb::ndarray<nb::numpy, T, nb::c_contig, nb::device::cpu>;
 using Ids = nb::ndarray<nb::numpy, const std::int32_t, nb::c_contig, nb::device::cpu>;
 
-enum Status : std::int8_t { kFeasible = 1, kOptimal = 2 };  // as eplb_opt.routing.Status
+enum Status : std::int8_t { kFeasible = 1, kOptimal = 2 };  // as eplb_opt.status.Status
 
 void require(bool condition, const char* what) {
     if (!condition) throw std::invalid_argument(what);

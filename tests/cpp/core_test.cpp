@@ -105,6 +105,28 @@ Problem draw_problem(Random& random, std::int32_t gpus, std::int32_t slots_per_g
     return p;
 }
 
+// GPUs in a line, each sharing an expert or two with the next and holding up to two of its own: greedy
+// choices go wrong, and only long paths put them right.
+Problem draw_line(Random& random, std::int32_t gpus) {
+    std::vector<Ids> held(gpus);
+    std::int32_t experts = 0;
+    for (std::int32_t g = 0; g < gpus; ++g) {
+        for (std::int64_t i = random.between(0, 2); i > 0; --i) held[g].push_back(experts++);
+        for (std::int64_t i = g + 1 < gpus ? random.between(1, 2) : 0; i > 0; --i) {
+            held[g].push_back(experts);
+            held[g + 1].push_back(experts++);
+        }
+    }
+    Ids names(experts);
+    std::iota(names.begin(), names.end(), 0);
+    random.shuffle(names);
+    Problem p{gpus, 6, experts, Ids(gpus * 6, -1), Counts(experts)};
+    for (std::int32_t g = 0; g < gpus; ++g)
+        for (std::size_t i = 0; i < held[g].size(); ++i) p.slots[g * 6 + i] = names[held[g][i]];
+    for (std::int64_t& t : p.tokens) t = random.chance(85) ? random.between(1, 9) : 0;
+    return p;
+}
+
 // What a GPU set proves by counting: no code in common with the solvers.
 std::int64_t proven(const Problem& p, const Gpus& members, bool activations) {
     const Gpus filled = p.filled();
@@ -262,6 +284,14 @@ void test_word_widths(Random& random) {
     for (int i = 0; i < 60; ++i) check_routers<4>(draw_sized(random, 129, 256, 4, 600), random);
     for (int i = 0; i < 20; ++i) check_routers<8>(draw_sized(random, 257, 512, 4, 1000), random);
     for (int i = 0; i < 8; ++i) check_routers<16>(draw_sized(random, 513, 1024, 4, 2048), random);
+    for (int i = 0; i < 100; ++i)
+        check_routers<1>(draw_line(random, static_cast<std::int32_t>(random.between(2, 64))), random);
+    for (int i = 0; i < 10; ++i) {
+        check_routers<2>(draw_line(random, 120), random);
+        check_routers<4>(draw_line(random, 250), random);
+        check_routers<8>(draw_line(random, 300), random);
+    }
+    check_routers<16>(draw_line(random, 700), random);
     check_routers<1>(draw_problem(random, 64, 4, 100), random);
     check_routers<2>(draw_problem(random, 128, 4, 100), random);
     check_routers<16>(draw_problem(random, 1024, 3, 2048), random);
@@ -298,8 +328,9 @@ void test_brute_force(Random& random) {
               "matching reaches the largest proof");
         check(largest(load_of(p, check_flow<1>(p))) == optimum(p, false), "flow reaches the largest proof");
     }
-    for (int i = 0; i < 600; ++i) {
-        const Problem p = draw_sized(random, 1, 4, 4, 7);
+    for (int i = 0; i < 1200; ++i) {
+        const Problem p = i % 2 ? draw_sized(random, 1, 4, 4, 7)
+                                : draw_line(random, static_cast<std::int32_t>(random.between(2, 6)));
         Counts activated(p.gpus, 0), best, sorted = activated_of(p, check_matching<1>(p, true));
         best_vector(p, 0, activated, best);
         std::sort(sorted.rbegin(), sorted.rend());

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from eplb_opt.placement import Placement
@@ -37,17 +36,14 @@ def test_start_that_presolve_improves(
     assert routing.status == Status.OPTIMAL
 
 
-@pytest.mark.parametrize("top", [10**5, 10**7, 10**9])
-def test_bound_holds_where_doubles_end(top: int) -> None:
-    """The bound of tokens stays below the optimum at any size, and within 2e-6 of it."""
-    rng = np.random.default_rng(11)
-    for _ in range(10):
-        slots = rng.permutation(np.concatenate([np.arange(12), rng.integers(0, 12, 8)]))
-        placement = Placement(slots.reshape(4, 5))
-        tokens = rng.choice([0, 1, top // 3, top - 1], 12)
-        optimum = solve_routing(placement, tokens, objective="tokens").makespan
-        routing = solve_routing(placement, tokens, objective="tokens", method="highs")
-        assert optimum * (1 - 2e-6) <= routing.bound <= optimum <= routing.makespan
+@pytest.mark.parametrize("method", ["highs", "highs:warm_start=false"])
+def test_bound_holds_where_doubles_end(method: str) -> None:
+    """HiGHS 1.16 takes one token too many for the optimum of these; the bound does not."""
+    placement, tokens = Placement([[0], [0], [0]]), 2**31
+    routing = solve_routing(placement, [tokens], objective="tokens", method=method)
+    optimum = -(-tokens // 3)
+    assert optimum * (1 - 2e-6) <= routing.bound <= optimum <= routing.makespan
+    assert routing.status == Status.FEASIBLE
 
 
 def test_caller_keeps_their_scheduler() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,6 +79,20 @@ def test_solver_without_a_gap_option(monkeypatch: pytest.MonkeyPatch) -> None:
     many = solve_routing(one, [20_000], objective="tokens", method="pulp")
     assert few.status == Status.OPTIMAL
     assert many.status == Status.FEASIBLE
+
+
+def test_unfinished_search_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PuLP's status calls a search that time ended optimal; the answer counts, the value not."""
+    whole = pulp.LpProblem.solve
+
+    def stopped(model: Any, solver: Any) -> None:
+        whole(model, solver)
+        model.assignStatus(pulp.LpStatusOptimal, pulp.LpSolutionIntegerFeasible)
+
+    monkeypatch.setattr(pulp.LpProblem, "solve", stopped)
+    routing = solve_routing(PLACEMENT, [3, 2], method="pulp:warm_start=false")
+    assert routing.makespan == routing.bound == 1
+    assert routing.status == Status.FEASIBLE
 
 
 def test_failing_solver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
