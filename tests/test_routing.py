@@ -314,6 +314,16 @@ def test_tokens_must_have_the_shape_of_out(
 
 
 @methods
+@pytest.mark.parametrize("shape", [(4, 3), (3,), (2, 4), (2, 2)])
+def test_answers_fit_the_placement(method: str, objective: str, shape: tuple[int, ...]) -> None:
+    """An answer for tokens that the placement does not take is refused before or in `route`."""
+    placement = Placement([[[0, 1], [0, 2]], [[2, 1], [1, 0]]])
+    router = Router(placement, method=method, objective=objective)
+    with pytest.raises(InvalidTokensError):
+        router.route(np.ones(shape, np.int64), out=router.allocate(shape))
+
+
+@methods
 def test_a_buffer_that_is_no_array(method: str, objective: str) -> None:
     """The standard library's arrays are as good as lists."""
     router = Router(Placement([[0, 1], [0, 2]]), method=method, objective=objective)
@@ -350,6 +360,14 @@ def test_an_answer_can_pass_from_method_to_method() -> None:
     for router in (*routers, *reversed(routers)):
         router.route(tokens, out=out)
         assert same(out, router.route(tokens))
+
+
+def test_an_answer_belongs_to_an_objective_by_value() -> None:
+    """An objective of one's own making is the preset of its name, for shared answers too."""
+    placement = Placement([[0, 1], [0, 2]])
+    by_name, by_value = Router(placement), Router(placement, objective=Objective("activations"))
+    out = by_name.allocate((3,))
+    assert same(by_value.route([1, 2, 3], out=out), by_name.route([1, 2, 3]))
 
 
 def test_an_answer_belongs_to_its_placement_and_objective() -> None:
