@@ -11,7 +11,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from eplb_opt.demand import as_tokens
+from eplb_opt.demand import as_tokens, reject_tokens
+from eplb_opt.errors import InvalidTokensError
 from eplb_opt.objective import Objective
 from eplb_opt.placement import Placement
 
@@ -33,8 +34,7 @@ def certified_bound(
     tokens
         Int ``[..., layers, experts]``.
     certificate
-        Bool ``[..., layers, gpus]``, as `Routing.certificate`. GPUs without any filled slot are
-        left out of the set: they hold no replica, so every bound holds without them.
+        Bool ``[..., layers, gpus]``, as `Routing.certificate`.
     objective
         ``"activations"`` or ``"tokens"``.
 
@@ -42,6 +42,11 @@ def certified_bound(
     -------
     NDArray[np.float64]
         ``[..., layers]``; 0 for an empty set.
+
+    Raises
+    ------
+    InvalidTokensError, InfeasibleError
+        Tokens or a certificate of another shape; tokens that are negative or cannot be served.
 
     Notes
     -----
@@ -54,13 +59,17 @@ def certified_bound(
     array(2.)
     """
     demand = as_tokens(placement, tokens)
+    reject_tokens(placement, demand)
     lead = demand.shape[:-1]
+    given = np.asarray(certificate, dtype=np.bool_)
+    if given.shape != (*lead, placement.num_gpus):
+        raise InvalidTokensError(
+            f"a certificate for these tokens has shape {[*lead, placement.num_gpus]}, "
+            f"not {list(given.shape)}"
+        )
     experts, slots = placement.num_experts, placement.slots_per_gpu
-    members = np.asarray(certificate, dtype=np.bool_).reshape(
-        -1, placement.num_layers, placement.num_gpus
-    )
-    filled_gpus = (placement.expert_of.reshape(placement.num_layers, -1, slots) >= 0).any(axis=-1)
-    members = members & filled_gpus
+    batches = demand.size // (placement.num_layers * experts)
+    members = given.reshape(batches, placement.num_layers, placement.num_gpus)
 
     # An expert is confined to Q when no slot outside Q holds it.
     outside = np.repeat(~members, slots, axis=-1) & (placement.expert_of >= 0)
@@ -68,7 +77,7 @@ def certified_bound(
     batch, layer, slot = np.nonzero(outside)
     escapes[batch, layer, placement.expert_of[layer, slot]] = True
 
-    weights = demand.reshape(-1, placement.num_layers, experts)
+    weights = demand.reshape(batches, placement.num_layers, experts)
     if Objective.of(objective).name == "activations":
         weights = (weights > 0).astype(np.int64)
     count = np.where(escapes, 0, weights).sum(axis=-1)

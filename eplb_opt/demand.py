@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eplb_opt import _core
+from eplb_opt.arrays import as_array
 from eplb_opt.errors import InfeasibleError, InvalidTokensError
 from eplb_opt.placement import Placement
 
@@ -18,19 +19,17 @@ __all__ = ["as_tokens", "as_topk_ids", "count_tokens", "reject_tokens"]
 def as_tokens(placement: Placement, tokens: ArrayLike) -> NDArray[np.int64]:
     """Return `tokens` as contiguous int64 ``[..., layers, experts]`` that fits the placement.
 
-    A placement without a layer axis takes ``[..., experts]``. Values are left to `reject_tokens`
-    and to the routers, which check them as they read.
+    A placement without a layer axis takes ``[..., experts]``. Values are left to `reject_tokens`.
 
     Raises
     ------
     InvalidTokensError
         Wrong shape, or counts that are not integers.
     """
-    array = np.asarray(tokens)
+    array = as_array(tokens, "tokens", InvalidTokensError)
     if array.dtype.kind not in "iu":
         raise InvalidTokensError(f"tokens are counts and must be integers, not {array.dtype}")
-    layers = (placement.num_layers,) if placement.layered else ()
-    tail = (*layers, placement.num_experts)
+    tail = placement.batch_shape
     if array.shape[-len(tail) :] != tail:
         names = "[..., layers, experts]" if placement.layered else "[..., experts]"
         raise InvalidTokensError(
@@ -106,7 +105,7 @@ def as_topk_ids(topk_ids: ArrayLike, num_experts: int) -> NDArray[np.int32]:
     InvalidTokensError
         Not integers, fewer than two axes, an id below -1 or not below `num_experts`.
     """
-    ids = np.asarray(topk_ids)
+    ids = as_array(topk_ids, "topk_ids", InvalidTokensError)
     if ids.dtype.kind not in "iu" or ids.ndim < 2:
         raise InvalidTokensError(
             f"topk_ids must be int [..., rows, k], not {ids.dtype} of shape {ids.shape}"

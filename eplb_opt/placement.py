@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eplb_opt import _core
+from eplb_opt.arrays import as_array
 from eplb_opt.errors import InfeasibleError, InvalidPlacementError
 
 __all__ = ["Placement", "slots_for"]
@@ -30,10 +32,10 @@ class Placement:
     ----------
     slots
         Int ``[layers, gpus, slots]``, or ``[gpus, slots]`` for one layer, whose answers then have
-        no layer axis. Each entry an expert id, or -1 for an empty slot; a dead GPU has only empty
-        slots.
+        no layer axis; at most 1,024 GPUs. Each entry is an expert id, or -1 for an empty slot; a
+        dead GPU has only empty slots.
     num_experts
-        Experts per layer; by default the largest id plus one.
+        Experts per layer, at most 4,096; by default the largest id plus one.
     allow_missing
         Accept experts without any replica (after a GPU died, say). Routing a token to such an
         expert raises `InfeasibleError`.
@@ -57,20 +59,23 @@ class Placement:
         self, slots: ArrayLike, num_experts: int | None = None, *, allow_missing: bool = False
     ) -> None:
         given = _integers(slots, "slots")
-        if given.ndim not in (2, 3) or 0 in given.shape:
+        if given.ndim not in (2, 3):
             raise InvalidPlacementError(
-                f"slots must be [layers, gpus, slots] or [gpus, slots], none of them zero, "
-                f"not of shape {given.shape}"
+                f"slots must be [layers, gpus, slots] or [gpus, slots], not of shape {given.shape}"
             )
         array = given if given.ndim == 3 else given[None]
         if num_experts is None:
             num_experts = int(array.max()) + 1
+            if num_experts < 1:
+                raise InvalidPlacementError("no slot is filled: give num_experts")
+        num_experts = operator.index(num_experts)
         _check_slots(array, num_experts, allow_missing)
         self._slots: NDArray[np.int32] = np.array(array, dtype=np.int32, order="C")
         self._slots.flags.writeable = False
         self._layered = given.ndim == 3
-        self._num_experts = int(num_experts)
+        self._num_experts = num_experts
         self._allow_missing = allow_missing
+        #: The placement as the compiled solvers read it.
         self.core = _core.Placement(self._slots, self._num_experts)
 
     @classmethod
@@ -105,7 +110,7 @@ class Placement:
         [[0, 1], [2, 0]]
         """
         array = _integers(physical_to_logical, "physical_to_logical")
-        if array.ndim not in (1, 2) or array.shape[-1] == 0:
+        if array.ndim not in (1, 2):
             raise InvalidPlacementError(
                 f"physical_to_logical must be [layers, P] or [P], not of shape {array.shape}"
             )
@@ -130,7 +135,7 @@ class Placement:
         >>> Placement.from_mask([[True, True, False], [False, False, True]]).slots.tolist()
         [[0, 1], [2, -1]]
         """
-        mask = np.asarray(holds)
+        mask = as_array(holds, "holds", InvalidPlacementError)
         if mask.dtype != np.bool_ or mask.ndim not in (2, 3):
             raise InvalidPlacementError(
                 f"holds must be bool [layers, gpus, experts] or [gpus, experts], "
@@ -153,6 +158,12 @@ class Placement:
     def layered(self) -> bool:
         """Whether tokens and answers have a layer axis."""
         return self._layered
+
+    @property
+    def batch_shape(self) -> tuple[int, ...]:
+        """Shape of one batch's tokens: (layers, experts); (experts,) without a layer axis."""
+        layers = (self.num_layers,) if self._layered else ()
+        return (*layers, self._num_experts)
 
     @property
     def num_layers(self) -> int:
@@ -216,7 +227,18 @@ class Placement:
         return _frozen(table)
 
     def replicas(self, expert: int, layer: int = 0) -> NDArray[np.int32]:
-        """Return the physical ids of an expert's replicas, ascending."""
+        """Return the physical ids of an expert's replicas, ascending.
+
+        Raises
+        ------
+        IndexError
+            No such expert or layer.
+        """
+        if not (0 <= expert < self._num_experts and 0 <= layer < self.num_layers):
+            raise IndexError(
+                f"no expert {expert} in layer {layer}: there are {self._num_experts} experts and "
+                f"{self.num_layers} layers"
+            )
         return self.logical_to_physical[layer, expert, : self.copies[layer, expert]]
 
     def redundant(self) -> NDArray[np.int64]:
@@ -259,7 +281,7 @@ def slots_for(num_slots: int, num_gpus: int) -> int:
     InvalidPlacementError
         If they do not divide; the message names the nearest counts that do.
     """
-    if num_gpus < 1:
+    if operator.index(num_gpus) < 1:
         raise InvalidPlacementError(f"num_gpus must be at least 1, not {num_gpus}")
     if num_slots % num_gpus:
         below = num_slots // num_gpus * num_gpus
@@ -289,10 +311,9 @@ def _frozen(array: _Array) -> _Array:
 
 
 def _integers(values: ArrayLike, name: str) -> NDArray[np.integer[Any]]:
-    try:
-        array = np.asarray(values)
-    except ValueError:
-        raise InvalidPlacementError(f"{name} has rows of different lengths") from None
+    array = as_array(values, name, InvalidPlacementError)
+    if array.size == 0:
+        raise InvalidPlacementError(f"{name} is empty, of shape {array.shape}")
     if array.dtype.kind not in "iu":
         raise InvalidPlacementError(f"{name} must be integers, not {array.dtype}")
     return array

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -11,12 +12,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eplb_opt import _core
-from eplb_opt.demand import as_tokens, as_topk_ids
+from eplb_opt.demand import as_tokens, as_topk_ids, reject_tokens
 from eplb_opt.errors import InvalidTokensError
 from eplb_opt.objective import Objective
 from eplb_opt.placement import Placement
 from eplb_opt.routers import resolve_method
-from eplb_opt.routers.base import NO_CONTEXT, Context, RoutingMethod, TimeLimit
+from eplb_opt.routers.base import NO_CONTEXT, Context, RoutingMethod, TimeLimit, refuse
 from eplb_opt.status import Status
 
 __all__ = ["Router", "Routing", "RoutingSummary", "Status", "solve_routing"]
@@ -24,12 +25,14 @@ __all__ = ["Router", "Routing", "RoutingSummary", "Status", "solve_routing"]
 
 @dataclass(frozen=True, slots=True)
 class RoutingSummary:
-    """A routing in a few numbers: sums and means over all its problems.
+    """A routing in a few numbers, of the problems that were answered; NaN where none was.
 
     Attributes
     ----------
     problems
-        Problems (a layer and a batch each).
+        Problems (a layer and a batch each) with an answer.
+    unsolved
+        Problems without one: an exact engine ran out of time.
     live_experts
         Live experts, mean per problem.
     replicas_available
@@ -42,7 +45,7 @@ class RoutingSummary:
         Means over batches of the sum over layers: every layer waits for its own slowest GPU.
     gap
         ``makespan / bound - 1`` of these sums; NaN without a bound.
-    load_p50, load_p95, load_p99, load_max
+    time_p50, time_p95, time_p99, time_max
         Percentiles of a GPU's time.
     balance
         Mean over problems of (mean time over GPUs) / (largest); 1 for a problem without tokens.
@@ -51,6 +54,7 @@ class RoutingSummary:
     """
 
     problems: int
+    unsolved: int
     live_experts: float
     replicas_available: float
     replicas_activated: float
@@ -58,10 +62,10 @@ class RoutingSummary:
     makespan: float
     bound: float
     gap: float
-    load_p50: float
-    load_p95: float
-    load_p99: float
-    load_max: float
+    time_p50: float
+    time_p95: float
+    time_p99: float
+    time_max: float
     balance: float
     proven_optimal: float
 
@@ -82,7 +86,8 @@ class Routing:
     activated
         Int64 ``[..., layers, gpus]``: replicas with tokens.
     makespan
-        Float64 ``[..., layers]``: the largest GPU's time under the objective.
+        Float64 ``[..., layers]``: the largest GPU's time under the objective; NaN where the status
+        is UNSOLVED.
     bound
         Float64 ``[..., layers]``: a proven lower bound on any routing's makespan; NaN where none
         was asked for.
@@ -106,21 +111,6 @@ class Routing:
     def __post_init__(self) -> None:
         arrays = (self.tokens, self.activated, self.makespan, self.bound, self.status)
         object.__setattr__(self, "core", _core.Answer(*arrays, self.certificate))
-
-    @classmethod
-    def empty(cls, placement: Placement, objective: Objective, lead: Sequence[int]) -> Routing:
-        """Return an unsolved routing for problems of shape `lead` (the layer axis included)."""
-        gpus = (*lead, placement.num_gpus)
-        return cls(
-            placement,
-            objective,
-            tokens=np.zeros((*gpus, placement.slots_per_gpu), np.int64),
-            activated=np.zeros(gpus, np.int64),
-            makespan=np.zeros(lead),
-            bound=np.full(lead, np.nan),
-            status=np.zeros(lead, np.int8),
-            certificate=np.zeros(gpus, np.bool_),
-        )
 
     @property
     def gap(self) -> NDArray[np.float64]:
@@ -193,32 +183,43 @@ class Routing:
 
     def summary(self) -> RoutingSummary:
         """Return the routing in a few numbers."""
-        expert_tokens = self._by_layer(self.expert_tokens())
-        time = self._by_layer(self.objective.time(self.activated, self.gpu_tokens()))
-        activated = self._by_layer(self.activated)
+        answered = self.status != Status.UNSOLVED
+        time = self.objective.time(self.activated, self.gpu_tokens())[answered]
+        expert_tokens = self.expert_tokens()
         live = expert_tokens > 0
-        problems = max(1, self.makespan.size)
-        largest = time.max(axis=-1)
-        balance = np.where(largest > 0, time.mean(axis=-1) / np.where(largest > 0, largest, 1), 1.0)
-        makespan = self._by_layer(self.makespan[..., None]).sum(axis=(1, 2))
-        bound = self._by_layer(self.bound[..., None]).sum(axis=(1, 2))
-        total_makespan, total_bound = float(makespan.sum()), float(bound.sum())
-        p50, p95, p99, top = np.percentile(time, [50, 95, 99, 100]) if time.size else [0.0] * 4
+        copies = self.placement.copies if self.placement.layered else self.placement.copies[0]
+        available = (live * copies).sum(axis=-1)
+        activated = self.activated.sum(axis=-1)
+
+        def mean(of_problem: NDArray[Any]) -> float:
+            return float(of_problem[answered].mean()) if answered.any() else math.nan
+
+        largest = time.max(axis=-1, initial=0)
+        balance = np.divide(
+            time.mean(axis=-1), largest, out=np.ones_like(largest), where=largest > 0
+        )
+        batches = max(1, self.makespan.size // self.placement.num_layers)
+        makespan = float(self.makespan[answered].sum()) / batches
+        bound = float(self.bound[answered].sum()) / batches
+        p50, p95, p99, most = (
+            np.percentile(time, [50, 95, 99, 100]) if time.size else [math.nan] * 4
+        )
         return RoutingSummary(
-            problems=self.makespan.size,
-            live_experts=float(live.sum()) / problems,
-            replicas_available=float((live * self.placement.copies).sum()) / problems,
-            replicas_activated=float(activated.sum()) / problems,
+            problems=int(answered.sum()),
+            unsolved=int((~answered).sum()),
+            live_experts=mean(live.sum(axis=-1)),
+            replicas_available=mean(available),
+            replicas_activated=mean(activated),
             tokens_per_activated=float(expert_tokens.sum()) / max(1, int(activated.sum())),
-            makespan=total_makespan / max(1, makespan.size),
-            bound=total_bound / max(1, bound.size),
-            gap=float(_gap(np.float64(total_makespan), np.float64(total_bound))),
-            load_p50=float(p50),
-            load_p95=float(p95),
-            load_p99=float(p99),
-            load_max=float(top),
-            balance=float(balance.mean()) if balance.size else 1.0,
-            proven_optimal=float((self.status == Status.OPTIMAL).mean()) if balance.size else 1.0,
+            makespan=makespan,
+            bound=bound,
+            gap=float(_gap(np.float64(makespan), np.float64(bound))),
+            time_p50=float(p50),
+            time_p95=float(p95),
+            time_p99=float(p99),
+            time_max=float(most),
+            balance=float(balance.mean()) if balance.size else math.nan,
+            proven_optimal=mean(self.status == Status.OPTIMAL),
         )
 
     def _by_layer(self, array: NDArray[Any]) -> NDArray[Any]:
@@ -228,16 +229,33 @@ class Routing:
         return array.reshape(self.makespan.size // layers, layers, each)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Routing, (
-            self.placement,
-            self.objective,
-            self.tokens,
-            self.activated,
-            self.makespan,
-            self.bound,
-            self.status,
-            self.certificate,
-        )
+        arrays = (self.tokens, self.activated, self.makespan, self.bound, self.status)
+        return _rebuild_routing, (self.placement, self.objective, *arrays, self.certificate)
+
+
+def _empty_arrays(placement: Placement, shape: Sequence[int]) -> dict[str, Any]:
+    """Return the arrays of an unsolved routing for tokens of that shape."""
+    lead = tuple(shape)[:-1]
+    gpus = (*lead, placement.num_gpus)
+    return {
+        "tokens": np.zeros((*gpus, placement.slots_per_gpu), np.int64),
+        "activated": np.zeros(gpus, np.int64),
+        "makespan": np.zeros(lead),
+        "bound": np.full(lead, np.nan),
+        "status": np.zeros(lead, np.int8),
+        "certificate": np.zeros(gpus, np.bool_),
+    }
+
+
+def _rebuild_routing(placement: Placement, objective: Objective, *arrays: NDArray[Any]) -> Routing:
+    """Unpickle: the arrays may lie in buffers that cannot be written to, as a Routing's can."""
+    return Routing(placement, objective, *(np.require(a, requirements="W") for a in arrays))
+
+
+def _rebuild_router(
+    placement: Placement, objective: Objective, method: RoutingMethod, threads: int
+) -> Router:
+    return Router(placement, objective=objective, method=method, threads=threads)
 
 
 def _gap(
@@ -276,6 +294,8 @@ class Router:
     array([2, 1])
     """
 
+    MAX_THREADS = 1024
+
     __slots__ = (
         "_compiled",
         "_prove",
@@ -295,8 +315,8 @@ class Router:
         method: str | RoutingMethod = "optimal",
         threads: int = 1,
     ) -> None:
-        if threads < 1:
-            raise ValueError(f"threads must be at least 1, not {threads}")
+        if not 1 <= operator.index(threads) <= self.MAX_THREADS:
+            raise ValueError(f"threads must be 1 to {self.MAX_THREADS}, not {threads}")
         self.placement = placement
         self.objective = Objective.of(objective)
         self.method = resolve_method(method, self.objective)
@@ -309,8 +329,20 @@ class Router:
         )
 
     def allocate(self, shape: Sequence[int]) -> Routing:
-        """Return an empty answer for tokens of that shape, to pass to `route` as ``out=``."""
-        return Routing.empty(self.placement, self.objective, tuple(shape)[:-1])
+        """Return an empty answer for tokens of that shape, to pass to `route` as ``out=``.
+
+        Raises
+        ------
+        InvalidTokensError
+            The shape is not one that tokens for the placement can have.
+        """
+        tail = self.placement.batch_shape
+        if tuple(shape)[-len(tail) :] != tail:
+            raise InvalidTokensError(
+                f"tokens for this placement are of shape [..., {', '.join(map(str, tail))}], "
+                f"not {list(shape)}"
+            )
+        return Routing(self.placement, self.objective, **_empty_arrays(self.placement, shape))
 
     def route(
         self,
@@ -331,7 +363,7 @@ class Router:
         if out is None:
             tokens = as_tokens(self.placement, tokens)
             out = self.allocate(tokens.shape)
-        elif out.placement is not self.placement or out.objective is not self.objective:
+        elif out.placement is not self.placement or out.objective.name != self.objective.name:
             raise ValueError("out is for another placement or objective; make it with allocate()")
         context = NO_CONTEXT
         if source_tokens is not None or topk_ids is not None or stop is not None:
@@ -339,6 +371,7 @@ class Router:
             context = Context.of(self.placement, tokens, source_tokens, topk_ids, stop)
         if not self._compiled:
             tokens = self._made_ready(tokens, out)
+            reject_tokens(self.placement, tokens)
         try:
             self._solve(tokens, out, context)  # type: ignore[arg-type]  # refuses all else
         except (TypeError, ValueError):
@@ -350,8 +383,16 @@ class Router:
             self._solve(ready, out, context)
             tokens = ready
         if bound and not self._proves:
-            self._prove(self.placement.core, tokens, out.core, self.threads)
+            bad = self._prove(self.placement.core, tokens, out.core, self.threads)
+            if bad >= 0:
+                refuse(self.placement, as_tokens(self.placement, tokens), bad)
         return out
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_router, (self.placement, self.objective, self.method, self.threads)
+
+    def __repr__(self) -> str:
+        return f"Router({self.placement!r}, {self.objective.name}, {self.method!r})"
 
     def _made_ready(self, tokens: ArrayLike, out: Routing) -> NDArray[np.int64]:
         ready = as_tokens(self.placement, tokens)
@@ -391,7 +432,7 @@ def solve_routing(
         options, or as an instance: see `eplb_opt.routing_methods`.
     source_tokens
         Int ``[..., layers, sources, experts]``: tokens by the GPU that sends them, for rules that
-        depend on it. Derived from `topk_ids` when those are given.
+        depend on it. `topk_ids` by source say the same.
     topk_ids
         Int ``[..., layers, rows, k]`` or ``[..., layers, sources, rows, k]``: the experts of every
         token, by local batch; -1 is padding. For rules that depend on them.

@@ -90,10 +90,23 @@ def test_an_empty_set_proves_nothing() -> None:
 
 
 def test_dead_gpus_do_not_thin_the_bound() -> None:
-    """A dead GPU in the set is left out of its size."""
+    """A set is counted as it stands, so the routers leave dead GPUs out of theirs."""
     placement = Placement([[0, 1], [-1, -1]], num_experts=2)
-    assert float(certified_bound(placement, [5, 5], [True, True])) == 2
-    assert float(certified_bound(placement, [5, 5], [True, True], "tokens")) == 10
+    assert float(certified_bound(placement, [5, 5], [True, True])) == 1
+    assert float(certified_bound(placement, [5, 5], [True, False], "tokens")) == 10
+    for objective in ("activations", "tokens"):
+        routing = solve_routing(placement, [5, 5], objective=objective)
+        assert routing.certificate.tolist() == [True, False]
+
+
+def test_other_shapes_are_refused() -> None:
+    """A certificate is a bit per GPU and problem; tokens must be servable."""
+    placement = Placement([[0, 1], [0, 2]])
+    for certificate in ([True], [True] * 3, [[True, True]], [[True], [True]]):
+        with pytest.raises(InvalidTokensError, match=r"a certificate .* has shape \[2\]"):
+            certified_bound(placement, [1, 1, 1], certificate)
+    with pytest.raises(InvalidTokensError, match="expert 1 has -1 tokens"):
+        certified_bound(placement, [1, -1, 1], [True, True])
 
 
 def test_sums_beyond_32_bits_are_exact() -> None:

@@ -21,7 +21,8 @@ from eplb_opt.demand import count_tokens
 from eplb_opt.errors import EplbError, InfeasibleError, InvalidTokensError
 from eplb_opt.objective import Objective
 from eplb_opt.placement import Placement
-from eplb_opt.routing import Router, Routing, Status, solve_routing
+from eplb_opt.routing import Router, Routing, solve_routing
+from eplb_opt.status import Status
 from eplb_opt.testing import Problem, check_routing, problems
 from eplb_opt.trace import TokenTrace
 
@@ -403,7 +404,7 @@ def test_router_remembers_what_it_was_bound_to() -> None:
 @pytest.mark.parametrize("threads", [0, -1])
 def test_no_threads_no_router(threads: int) -> None:
     """At least one thread."""
-    with pytest.raises(ValueError, match=f"at least 1, not {threads}"):
+    with pytest.raises(ValueError, match=f"1 to 1024, not {threads}"):
         solve_routing(Placement([[0]]), [1], threads=threads)
 
 
@@ -553,12 +554,12 @@ def test_summary_worked_example() -> None:
     assert summary.makespan == ((1 + 2) + (2 + 0)) / 2
     assert summary.bound == ((1 + 1) + (2 + 0)) / 2
     assert summary.gap == 5 / 4 - 1
-    assert summary.load_max == 2
-    assert summary.load_p50 == 1
+    assert summary.time_max == 2
+    assert summary.time_p50 == 1
     assert summary.balance == (1 + 1.5 / 2 + 1 + 1) / 4
     assert summary.proven_optimal == 3 / 4
     assert "live_experts" in str(summary)
-    assert len(str(summary).splitlines()) == 14
+    assert len(str(summary).splitlines()) == 15
 
 
 def test_summary_sums_layers_before_it_averages_batches() -> None:
@@ -572,13 +573,14 @@ def test_summary_sums_layers_before_it_averages_batches() -> None:
 
 
 def test_summary_without_bound_or_tokens() -> None:
-    """No bound: NaN gap. No tokens: gap 0, balance 1. No problems: numbers all the same."""
+    """No bound: NaN gap. No tokens: gap 0, balance 1. No problems: no means."""
     placement = Placement([[0, 1], [0, 1]])
     assert math.isnan(solve_routing(placement, [1, 1], method="uniform", bound=False).summary().gap)
     nothing = solve_routing(placement, [0, 0]).summary()
     assert (nothing.gap, nothing.balance, nothing.tokens_per_activated) == (0, 1, 0)
     none = solve_routing(placement, np.zeros((0, 2), int)).summary()
-    assert (none.problems, none.makespan, none.gap, none.balance) == (0, 0, 0, 1)
+    assert (none.problems, none.unsolved, none.makespan, none.gap) == (0, 0, 0, 0)
+    assert math.isnan(none.balance)
 
 
 def test_gap_of_a_useless_bound() -> None:
@@ -599,7 +601,7 @@ def test_figures_follow_from_the_tokens(problem: Problem) -> None:
     live = problem.tokens > 0
     assert summary.live_experts * summary.problems == pytest.approx(live.sum())
     assert summary.replicas_activated == summary.live_experts
-    assert summary.load_max == routing.makespan.max(initial=0)
+    assert summary.time_max == routing.makespan.max(initial=0)
     assert summary.proven_optimal == 1
     assert 0 < summary.balance <= 1
 
@@ -629,3 +631,66 @@ def test_reused_answers_share_no_memory() -> None:
     kept = first.copy()
     router.route([0, 1, 1])
     assert np.array_equal(first, kept)
+
+
+def test_a_routing_survives_read_only_buffers() -> None:
+    """Pickled out of band into buffers that cannot be written to, as worker processes get them."""
+    routing = solve_routing(Placement([[0, 1], [0, 2]]), [3, 1, 2])
+    buffers: list[pickle.PickleBuffer] = []
+    stream = pickle.dumps(routing, protocol=5, buffer_callback=buffers.append)
+    twin = pickle.loads(stream, buffers=[bytes(buffer) for buffer in buffers])
+    assert twin.tokens.tolist() == routing.tokens.tolist()
+    assert twin.status == routing.status
+
+
+def test_a_router_goes_to_other_processes() -> None:
+    """A pickled router routes as the one it was made from."""
+    router = Router(Placement([[0, 1], [0, 2]]), objective="tokens", method="metro:order=random")
+    twin = pickle.loads(pickle.dumps(router))
+    assert repr(twin) == repr(router)
+    assert twin.route([5, 2, 1]).tokens.tolist() == router.route([5, 2, 1]).tokens.tolist()
+
+
+def test_an_answer_has_the_layers_of_its_placement() -> None:
+    """allocate() refuses shapes that tokens for the placement cannot have."""
+    router = Router(Placement([[[0, 1]], [[1, 0]]]))
+    for shape in ((3, 2), (2, 3), (2,), (2, 4, 2), ()):
+        with pytest.raises(InvalidTokensError, match=r"of shape \[\.\.\., 2, 2\]"):
+            router.allocate(shape)
+
+
+def test_a_method_of_ones_own_cannot_prove_bad_tokens() -> None:
+    """Tokens are checked for it, so that no bound is taken from counts that are none."""
+    with pytest.raises(InvalidTokensError, match="expert 0 has -1 tokens"):
+        solve_routing(Placement([[0, 1]]), [-1, 1], method="uniform")
+
+
+def test_wrong_settings_say_so() -> None:
+    """A limit that is none, threads that are none or fractions."""
+    placement = Placement([[0, 1]])
+    with pytest.raises(TypeError, match="stop must be a TimeLimit"):
+        solve_routing(placement, [1, 1], stop=3.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="integer"):
+        Router(placement, threads=1.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="1 to 1024"):
+        Router(placement, threads=2**31)
+
+
+def test_sources_must_be_counts_that_agree() -> None:
+    """Counts whose sum wraps around 2^64 to the right total, and two sources that differ."""
+    placement = Placement([[0, 1], [1, 0]])
+    with pytest.raises(InvalidTokensError, match=r"source_tokens\[0, 0\] is 9223372036854775808"):
+        solve_routing(
+            placement,
+            [0, 0],
+            method="rank-mod",
+            source_tokens=np.array([[2**63, 0], [2**63, 0]], np.uint64),
+        )
+    with pytest.raises(InvalidTokensError, match="differ: give one of them"):
+        solve_routing(
+            placement,
+            [1, 1],
+            method="rank-mod",
+            source_tokens=[[1, 1], [0, 0]],
+            topk_ids=[[[0]], [[1]]],
+        )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from eplb_opt import _core
+from eplb_opt.arrays import as_array
 from eplb_opt.demand import as_topk_ids, count_tokens, reject_tokens
 from eplb_opt.errors import InvalidTokensError
 from eplb_opt.objective import Objective
@@ -66,6 +68,8 @@ class Context:
         InvalidTokensError
             Wrong shape, or counts that differ from the tokens.
         """
+        if stop is not None and not isinstance(stop, TimeLimit):
+            raise TypeError(f"stop must be a TimeLimit, not {stop!r}")
         layers, experts = placement.num_layers, placement.num_experts
         lead = tokens.shape[:-1]
         batches = tokens.size // (layers * experts)
@@ -83,17 +87,25 @@ class Context:
             by_source = count_tokens(ids, experts)
             _require_sum(by_source, by_problem, "topk_ids")
         if source_tokens is not None:
-            given = np.asarray(source_tokens)
+            given = as_array(source_tokens, "source_tokens", InvalidTokensError)
             wanted = (*lead, *given.shape[-2:-1], experts)
             if given.dtype.kind not in "iu" or given.ndim < 2 or given.shape != wanted:
                 raise InvalidTokensError(
                     f"source_tokens must be int {list(lead)} + [sources, {experts}], "
                     f"not {given.dtype} of shape {given.shape}"
                 )
-            by_source = given.reshape(batches, layers, *given.shape[-2:]).astype(np.int64)
-            if (by_source < 0).any():
-                raise InvalidTokensError("source_tokens has a negative count")
-            _require_sum(by_source, by_problem, "source_tokens")
+            wrong = (given < 0) | (given > _core.MAX_TOKENS_PER_EXPERT)
+            if wrong.any():
+                at = tuple(int(i) for i in np.argwhere(wrong)[0])
+                raise InvalidTokensError(
+                    f"source_tokens{list(at)} is {given[at]}; counts are 0 to "
+                    f"{_core.MAX_TOKENS_PER_EXPERT}"
+                )
+            counted = given.reshape(batches, layers, *given.shape[-2:]).astype(np.int64)
+            _require_sum(counted, by_problem, "source_tokens")
+            if by_source is not None and not np.array_equal(counted, by_source):
+                raise InvalidTokensError("source_tokens and topk_ids differ: give one of them")
+            by_source = counted
         return cls(by_source, ids, stop)
 
 
@@ -102,9 +114,8 @@ NO_CONTEXT = Context()
 Solve = Callable[[NDArray[np.int64], "Routing", Context], None]
 """Route tokens into the answer, whose arrays are overwritten.
 
-The tokens are contiguous int64 of the answer's shape, their values unchecked: call
-`eplb_opt.demand.reject_tokens` first. (A compiled method is handed what the caller gave. The core
-refuses what is not of that form, and checks values as it reads them.)
+The tokens are contiguous int64 of the answer's shape, none negative, none of an expert without
+replica. (A compiled method is handed what the caller gave: the core checks as it reads.)
 """
 
 
@@ -150,10 +161,10 @@ class RoutingMethod(Protocol):
         ...
 
 
-def refuse(placement: Placement, tokens: NDArray[np.int64], problem: int) -> None:
+def refuse(placement: Placement, tokens: NDArray[np.int64], problem: int) -> NoReturn:
     """Raise what is wrong with the tokens, of which the core found `problem` to be the first."""
-    if problem >= 0:
-        reject_tokens(placement, tokens)
+    reject_tokens(placement, tokens)
+    raise AssertionError(f"the core refuses the tokens of problem {problem}, which are in order")
 
 
 def finish(out: Routing, routed: NDArray[np.int64]) -> None:

@@ -6,6 +6,7 @@
 // it does reach hold every replica of every expert they serve: that set is the certificate.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 
@@ -57,21 +58,22 @@ class AlternatingPaths {
   private:
     // The GPUs that hold an expert served on `gpu`, itself included. Found when first asked for:
     // most searches see few GPUs.
-    const GpuSet<W>& reach(int gpu) {
+    GpuSet<W> reach(int gpu) {
+        std::uint64_t* words = reach_.data() + static_cast<std::size_t>(gpu) * W;
         if (!known_.contains(gpu)) {
             known_.insert(gpu);
             GpuSet<W> reach;
             const std::int32_t begin = gpu * layer_.slots_per_gpu;
             for (std::int32_t slot = begin; slot < begin + layer_.slots_per_gpu; ++slot)
                 reach.unite_if(layer_.holders_of<W>(slot), routed_[slot] != 0);
-            reach_[gpu] = reach;
+            std::copy(reach.words.begin(), reach.words.end(), words);
         }
-        return reach_[gpu];
+        return GpuSet<W>::read(words);
     }
 
     const Layer& layer_;
     const std::int64_t* routed_;
-    std::array<GpuSet<W>, GpuSet<W>::capacity> reach_;  // where known_
+    std::array<std::uint64_t, GpuSet<W>::capacity * W> reach_;  // sets, of the GPUs in known_ only
     GpuSet<W> known_;
     std::array<std::int16_t, GpuSet<W>::capacity> parent_;
     GpuSet<W> visited_;

@@ -108,65 +108,91 @@ void require_fit(const Placement& placement, const Counts& tokens, const Answer&
             "tokens, answer and placement differ in shape");
 }
 
-// Calls solve.template operator()<W>() for the set_words(gpus) words W.
-template <class Solve>
-auto with_words(std::int32_t gpus, Solve&& solve) {
+// One problem of a batch, and the rows of its answer.
+struct Problem {
+    const Layer& layer;
+    std::int64_t layer_id;
+    const std::int64_t* tokens;
+    std::int64_t *routed, *activated;
+    bool* certificate;
+    double &makespan, &bound;
+    std::int8_t& status;
+
+    std::int64_t* cleared() const {
+        std::memset(routed, 0, layer.physical_slots() * sizeof *routed);
+        return routed;
+    }
+    template <class Solver>
+    void write_proof(const Solver& solver) const {
+        bound = static_cast<double>(solver.makespan());
+        for (int g = 0; g < layer.gpus; ++g) certificate[g] = solver.in_certificate(g);
+    }
+    template <class Solver>
+    void write_optimum(const Solver& solver) const {
+        write_proof(solver);
+        makespan = bound;
+        status = kOptimal;
+    }
+};
+
+// Calls visit.template operator()<W>() for the set_words(gpus) words W.
+template <class Visit>
+auto with_words(std::int32_t gpus, Visit&& visit) {
     switch (set_words(gpus)) {
         case 1:
-            return solve.template operator()<1>();
+            return visit.template operator()<1>();
         case 2:
-            return solve.template operator()<2>();
+            return visit.template operator()<2>();
         case 4:
-            return solve.template operator()<4>();
+            return visit.template operator()<4>();
         case 8:
-            return solve.template operator()<8>();
+            return visit.template operator()<8>();
         default:
-            return solve.template operator()<16>();
+            return visit.template operator()<16>();
     }
 }
 
-// Runs solve(problem, layer, tokens) -> Outcome over all problems; the first bad one or -1.
+// Calls solve.template operator()<W>(problem) -> Outcome for all problems of a batch, W the words
+// of a GPU set. Returns the first problem with bad tokens, or -1.
 template <class Solve>
-std::int64_t each_problem(const Placement& placement, const Counts& tokens, int threads, Solve&& solve) {
-    const std::int64_t* counts = tokens.data();
-    const std::int64_t experts = placement.layer(0).experts, layers = placement.num_layers();
-    const std::int64_t problems = tokens.size() / experts;
+std::int64_t each_problem(const Placement& placement, nb::handle array, Answer& answer, int threads,
+                          Solve&& solve) {
+    const Counts tokens(array);
+    require_fit(placement, tokens, answer);
+    const std::int64_t problems = answer.problems(), layers = placement.num_layers();
+    std::atomic<std::int64_t> bad{problems};
     // Handing over the GIL costs as much as a tenth of a problem, and getting it back may take a
     // whole switch interval: not for a handful of problems.
     std::optional<nb::gil_scoped_release> unlocked;
     if (problems > 16) unlocked.emplace();
-    std::atomic<std::int64_t> bad{problems};
-    for_each_problem(problems, threads, [&](std::int64_t i) {
-        if (solve(i, placement.layer(i % layers), counts + i * experts) == Outcome::ok) return;
-        for (std::int64_t seen = bad; i < seen && !bad.compare_exchange_weak(seen, i);) {
-        }
+    with_words(placement.layer(0).gpus, [&]<int W>() {
+        for_each_problem(problems, threads, [&](std::int64_t i) {
+            const Layer& layer = placement.layer(i % layers);
+            const Problem problem{layer,
+                                  i % layers,
+                                  tokens.data() + i * layer.experts,
+                                  answer.tokens.data() + i * layer.physical_slots(),
+                                  answer.activated.data() + i * layer.gpus,
+                                  answer.certificate.data() + i * layer.gpus,
+                                  answer.makespan.data()[i],
+                                  answer.bound.data()[i],
+                                  answer.status.data()[i]};
+            if (solve.template operator()<W>(problem) == Outcome::ok) return;
+            for (std::int64_t seen = bad; i < seen && !bad.compare_exchange_weak(seen, i);) {
+            }
+        });
     });
     return bad == problems ? -1 : bad.load();
 }
 
-template <class Solver>
-void write_certificate(const Layer& layer, const Solver& solver, bool* certificate) {
-    for (int g = 0; g < layer.gpus; ++g) certificate[g] = solver.in_certificate(g);
-}
-
-std::int64_t route_matching(const Placement& placement, nb::handle array, Answer& answer, int threads,
+std::int64_t route_matching(const Placement& placement, nb::handle tokens, Answer& answer, int threads,
                             bool lexicographic) {
-    const Counts tokens(array);
-    require_fit(placement, tokens, answer);
-    return with_words(placement.layer(0).gpus, [&]<int W>() {
-        return each_problem(
-            placement, tokens, threads, [&](std::int64_t i, const Layer& layer, const std::int64_t* counts) {
-                std::int64_t* routed = answer.tokens.data() + i * layer.physical_slots();
-                std::memset(routed, 0, layer.physical_slots() * sizeof *routed);
-                Matching<W> matching(layer, routed);
-                const Outcome outcome = matching.solve(counts, lexicographic);
-                std::int64_t* activated = answer.activated.data() + i * layer.gpus;
-                for (int g = 0; g < layer.gpus; ++g) activated[g] = matching.activated(g);
-                write_certificate(layer, matching, answer.certificate.data() + i * layer.gpus);
-                answer.makespan.data()[i] = answer.bound.data()[i] = static_cast<double>(matching.makespan());
-                answer.status.data()[i] = kOptimal;
-                return outcome;
-            });
+    return each_problem(placement, tokens, answer, threads, [lexicographic]<int W>(const Problem& problem) {
+        Matching<W> matching(problem.layer, problem.cleared());
+        const Outcome outcome = matching.solve(problem.tokens, lexicographic);
+        for (int g = 0; g < problem.layer.gpus; ++g) problem.activated[g] = matching.activated(g);
+        problem.write_optimum(matching);
+        return outcome;
     });
 }
 
@@ -178,72 +204,50 @@ void count_activated(const Layer& layer, const std::int64_t* routed, std::int64_
     }
 }
 
-std::int64_t route_flow(const Placement& placement, nb::handle array, Answer& answer, int threads) {
-    const Counts tokens(array);
-    require_fit(placement, tokens, answer);
-    return with_words(placement.layer(0).gpus, [&]<int W>() {
-        return each_problem(
-            placement, tokens, threads, [&](std::int64_t i, const Layer& layer, const std::int64_t* counts) {
-                std::int64_t* routed = answer.tokens.data() + i * layer.physical_slots();
-                std::memset(routed, 0, layer.physical_slots() * sizeof *routed);
-                Flow<W> flow(layer, routed);
-                const Outcome outcome = flow.solve(counts);
-                count_activated(layer, routed, answer.activated.data() + i * layer.gpus);
-                write_certificate(layer, flow, answer.certificate.data() + i * layer.gpus);
-                answer.makespan.data()[i] = answer.bound.data()[i] = static_cast<double>(flow.makespan());
-                answer.status.data()[i] = kOptimal;
-                return outcome;
-            });
+std::int64_t route_flow(const Placement& placement, nb::handle tokens, Answer& answer, int threads) {
+    return each_problem(placement, tokens, answer, threads, []<int W>(const Problem& problem) {
+        Flow<W> flow(problem.layer, problem.cleared());
+        const Outcome outcome = flow.solve(problem.tokens);
+        count_activated(problem.layer, problem.routed, problem.activated);
+        problem.write_optimum(flow);
+        return outcome;
     });
 }
 
-std::int64_t route_metro(const Placement& placement, nb::handle array, Answer& answer, int threads,
+std::int64_t route_metro(const Placement& placement, nb::handle tokens, Answer& answer, int threads,
                          std::optional<Ids> order) {
-    const Counts tokens(array);
-    require_fit(placement, tokens, answer);
-    const std::int64_t experts = placement.layer(0).experts, layers = placement.num_layers();
-    require(!order || order->size() == static_cast<std::size_t>(layers * experts), "order is [layers, experts]");
+    const std::int64_t experts = placement.layer(0).experts;
+    const auto expected = static_cast<std::size_t>(placement.num_layers() * experts);
+    require(!order || order->size() == expected, "order is [layers, experts]");
     const std::int32_t* orders = order ? order->data() : nullptr;
-    return with_words(placement.layer(0).gpus, [&]<int W>() {
-        return each_problem(
-            placement, tokens, threads, [&](std::int64_t i, const Layer& layer, const std::int64_t* counts) {
-                std::int64_t* routed = answer.tokens.data() + i * layer.physical_slots();
-                std::memset(routed, 0, layer.physical_slots() * sizeof *routed);
-                Metro<W> metro(layer, routed);
-                const Outcome outcome = metro.solve(counts, orders ? orders + i % layers * experts : nullptr);
-                std::int64_t* activated = answer.activated.data() + i * layer.gpus;
-                std::int64_t makespan = 0;
-                for (int g = 0; g < layer.gpus; ++g)
-                    makespan = std::max(makespan, activated[g] = metro.activated(g));
-                answer.makespan.data()[i] = static_cast<double>(makespan);
-                answer.bound.data()[i] = std::numeric_limits<double>::quiet_NaN();
-                std::fill_n(answer.certificate.data() + i * layer.gpus, layer.gpus, false);
-                answer.status.data()[i] = kFeasible;
-                return outcome;
-            });
+    return each_problem(placement, tokens, answer, threads, [&]<int W>(const Problem& problem) {
+        Metro<W> metro(problem.layer, problem.cleared());
+        const Outcome outcome =
+            metro.solve(problem.tokens, orders ? orders + problem.layer_id * experts : nullptr);
+        std::int64_t makespan = 0;
+        for (int g = 0; g < problem.layer.gpus; ++g)
+            makespan = std::max(makespan, problem.activated[g] = metro.activated(g));
+        problem.makespan = static_cast<double>(makespan);
+        problem.bound = std::numeric_limits<double>::quiet_NaN();
+        problem.status = kFeasible;
+        std::fill_n(problem.certificate, problem.layer.gpus, false);
+        return outcome;
     });
 }
 
 // Proves a bound for an answer that another method gave: writes bound, certificate and, where the
 // answer meets the bound, its status.
 template <template <int> class Solver>
-std::int64_t prove(const Placement& placement, nb::handle array, Answer& answer, int threads) {
-    const Counts tokens(array);
-    require_fit(placement, tokens, answer);
-    return with_words(placement.layer(0).gpus, [&]<int W>() {
-        return each_problem(placement, tokens, threads,
-                            [&](std::int64_t i, const Layer& layer, const std::int64_t* counts) {
-                                thread_local std::vector<std::int64_t> routed;
-                                routed.assign(layer.physical_slots(), 0);
-                                Solver<W> solver(layer, routed.data());
-                                const Outcome outcome = solver.solve(counts);
-                                write_certificate(layer, solver, answer.certificate.data() + i * layer.gpus);
-                                const auto bound = static_cast<double>(solver.makespan());
-                                answer.bound.data()[i] = bound;
-                                std::int8_t& status = answer.status.data()[i];
-                                if (status == kFeasible && answer.makespan.data()[i] == bound) status = kOptimal;
-                                return outcome;
-                            });
+std::int64_t prove(const Placement& placement, nb::handle tokens, Answer& answer, int threads) {
+    return each_problem(placement, tokens, answer, threads, []<int W>(const Problem& problem) {
+        thread_local std::vector<std::int64_t> routed;
+        routed.assign(problem.layer.physical_slots(), 0);
+        Solver<W> solver(problem.layer, routed.data());
+        const Outcome outcome = solver.solve(problem.tokens);
+        if (outcome != Outcome::ok) return outcome;
+        problem.write_proof(solver);
+        if (problem.status == kFeasible && problem.makespan == problem.bound) problem.status = kOptimal;
+        return outcome;
     });
 }
 

@@ -14,6 +14,10 @@
 //
 // The answer equals the target when every GPU is at most there. Each push is an augmentation of the
 // max-flow with capacity n at the GPUs; targets rise at most G times.
+//
+// Time: pouring O(sum over experts of candidates^2), as few as those are; a push O(slots of the
+// path's GPUs) after a search of O(slots + GPUs^2 / 64). Their number is that of shortest augmenting
+// paths, O(candidates x GPUs) at worst and about one per GPU in practice.
 #pragma once
 
 #include <algorithm>
@@ -93,7 +97,7 @@ class Flow {
         if (fixed > even)
             certificate_.insert(static_cast<int>(fullest - load.begin()));
         else
-            certificate_ = GpuSet<W>::all();
+            certificate_ = GpuSet<W>::read(layer_.filled.data());
     }
 
     void pour_over(std::span<const Candidate> candidates, std::int64_t tokens) {

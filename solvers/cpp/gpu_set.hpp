@@ -22,11 +22,6 @@ struct GpuSet {
         std::copy_n(from, W, set.words.begin());
         return set;
     }
-    static GpuSet all() {
-        GpuSet set;
-        set.words.fill(~std::uint64_t{0});
-        return set;
-    }
 
     void insert(int gpu) { words[gpu >> 6] |= std::uint64_t{1} << (gpu & 63); }
     void insert_if(int gpu, bool member) { words[gpu >> 6] |= static_cast<std::uint64_t>(member) << (gpu & 63); }

@@ -1,4 +1,4 @@
-// Fewest activated experts on the fullest GPU, with a certificate: optimal semi-matching
+// Fewest activated replicas on the fullest GPU, with a certificate: optimal semi-matching
 // (Harvey, Ladner, Lovasz, Tamir, "Semi-matchings for bipartite graphs and load balancing", 2003).
 //
 // Sending all of a live expert's tokens to one replica loses nothing, so the problem is to match
@@ -13,10 +13,11 @@
 //      lowest slot that has a replica on the next GPU moves. No path: M is optimal, the GPUs
 //      reached are the certificate.
 //   4. Lexicographic only: the same from every GPU, by falling level M, to GPUs with at most M - 2,
-//      until no path exists. GPUs closed at a level are never entered again (what they reach stays
-//      above every later target), so one pass makes the whole sorted vector optimal.
+//      until no path exists. What a closed GPU reaches stays above every later target, so that no
+//      later path passes through it: one pass makes the whole sorted vector optimal.
 //
-// Time: greedy O(candidates); a path O(edges); at most `live` paths, in practice few.
+// Time: greedy O(candidates); a search O(slots + GPUs^2 / 64); at level M at most live / M paths, in
+// practice few in all.
 #pragma once
 
 #include <array>
@@ -100,7 +101,7 @@ class Matching {
         if (fixed > even)
             certificate_.insert(fixed_gpu);
         else
-            certificate_ = GpuSet<W>::all();
+            certificate_ = GpuSet<W>::read(layer_.filled.data());
     }
 
     // Takes one activation off every GPU that has `level` of them, to GPUs with at most level - 2.

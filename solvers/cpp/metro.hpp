@@ -1,5 +1,5 @@
 // METRO's greedy router (arXiv 2512.09277, Algorithm 1), its locks serialised: live experts in the
-// given order, each to the candidate GPU with the fewest activated experts so far, the lowest such
+// given order, each to the candidate GPU with the fewest activated replicas so far, the lowest such
 // GPU on a tie. Time O(candidates).
 #pragma once
 

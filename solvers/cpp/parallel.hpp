@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -23,9 +24,14 @@ void for_each_problem(std::int64_t count, int threads, Work&& work) {
         for (std::int64_t begin; (begin = next.fetch_add(kChunk)) < count;)
             for (std::int64_t i = begin; i < std::min(begin + kChunk, count); ++i) work(i);
     };
-    std::vector<std::jthread> others;
-    for (std::int64_t t = 1; t < useful; ++t) others.emplace_back(run);
+    std::vector<std::thread> others;  // not std::jthread, which some standard libraries lack
+    try {
+        for (std::int64_t t = 1; t < useful; ++t) others.emplace_back(run);
+    } catch (const std::system_error&) {
+        // The system gives no more threads: those there are share the work.
+    }
     run();
+    for (std::thread& other : others) other.join();
 }
 
 }  // namespace eplb

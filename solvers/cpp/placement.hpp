@@ -36,7 +36,8 @@ struct TwoCopies {
 // other are the experts in the order (number of candidates, expert id).
 struct Layer {
     std::int32_t gpus, slots_per_gpu, experts;
-    std::int32_t filled_gpus;                 // GPUs with at least one expert
+    std::int32_t filled_gpus;                 // GPUs with at least one expert: so many,
+    std::span<const std::uint64_t> filled;    // and which, a set of set_words(gpus)
     std::span<const std::int32_t> expert_of;  // [gpus * slots_per_gpu], -1 where empty
     std::span<const std::int32_t> first;      // [experts + 1], into candidates
     std::span<const Candidate> candidates;    // by expert, then by GPU
@@ -78,6 +79,7 @@ class Placement {
         pairs_.reserve(layers * experts);
         others_.reserve(layers * experts);
         absent_.reserve(layers * experts);
+        filled_.reserve(layers * set_words(static_cast<int>(gpus)));
         holders_.reserve(slots.size() * set_words(static_cast<int>(gpus)));
         layers_.reserve(layers);
         for (std::int64_t l = 0; l < layers; ++l)
@@ -99,6 +101,9 @@ class Placement {
 
         // Counting sort of the slots by expert; a second slot on the same GPU is skipped both times.
         std::vector<std::int32_t> end(experts, 0), last_gpu(experts, -1);
+        const int words = set_words(gpus);
+        const std::size_t filled0 = filled_.size();
+        filled_.resize(filled0 + words, 0);
         std::int32_t filled_gpus = 0;
         const auto each_candidate = [&](auto&& visit) {
             std::fill(last_gpu.begin(), last_gpu.end(), -1);
@@ -121,7 +126,9 @@ class Placement {
         each_candidate([&](std::int32_t e, Candidate c) { candidates_[candidates0 + end[e]++] = c; });
         for (std::int32_t g = 0; g < gpus; ++g) {
             const auto mine = expert_of.subspan(g * slots_per_gpu, slots_per_gpu);
-            filled_gpus += std::any_of(mine.begin(), mine.end(), [](auto e) { return e >= 0; });
+            if (std::none_of(mine.begin(), mine.end(), [](auto e) { return e >= 0; })) continue;
+            ++filled_gpus;
+            filled_[filled0 + g / 64] |= std::uint64_t{1} << (g % 64);
         }
 
         for (std::int32_t e = 0; e < experts; ++e) {
@@ -133,7 +140,6 @@ class Placement {
             if (copies >= 3) others_.push_back(e);
         }
         const std::int32_t* first = first_.data() + first0;
-        const int words = set_words(gpus);
         for (const std::int32_t e : expert_of) {
             const std::size_t set = holders_.size();
             holders_.resize(set + words, 0);
@@ -145,14 +151,15 @@ class Placement {
         std::stable_sort(
             others_.begin() + static_cast<std::ptrdiff_t>(others0), others_.end(),
             [first](std::int32_t a, std::int32_t b) { return first[a + 1] - first[a] < first[b + 1] - first[b]; });
-        layers_.push_back({gpus, slots_per_gpu, experts, filled_gpus, expert_of, std::span(first_).subspan(first0),
+        layers_.push_back({gpus, slots_per_gpu, experts, filled_gpus, std::span(filled_).subspan(filled0),
+                           expert_of, std::span(first_).subspan(first0),
                            std::span(candidates_).subspan(candidates0), std::span(singles_).subspan(singles0),
                            std::span(pairs_).subspan(pairs0), std::span(others_).subspan(others0),
                            std::span(absent_).subspan(absent0), std::span(holders_).subspan(holders0)});
     }
 
     std::vector<std::int32_t> expert_of_, first_, others_, absent_;
-    std::vector<std::uint64_t> holders_;
+    std::vector<std::uint64_t> filled_, holders_;
     std::vector<Candidate> candidates_;
     std::vector<SingleCopy> singles_;
     std::vector<TwoCopies> pairs_;

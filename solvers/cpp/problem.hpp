@@ -10,14 +10,14 @@
 namespace eplb {
 
 // Tokens of one expert stay below 2^39, so that a GPU's tokens fit below its count of activated
-// experts in one 64-bit word (see Fill) and sums of 4,096 experts stay exact.
+// replicas in one 64-bit word (see Fill) and sums of 4,096 experts stay exact.
 constexpr int kTokenBits = 39;
 constexpr int kCountShift = 51;
 
 // What a solver says of one problem. Bad tokens leave the answer unspecified.
 enum class Outcome : std::int8_t { ok, bad_tokens };
 
-// A GPU's activated experts and tokens in one word, activated experts first: comparing two words
+// A GPU's activated replicas and tokens in one word, the former first: comparing two words
 // compares (activated, tokens).
 using Fill = std::uint64_t;
 
