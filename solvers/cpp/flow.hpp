@@ -147,10 +147,14 @@ class Flow {
     // there is one.
     std::int32_t most_tokens(int from, int to) const {
         std::int32_t best = -1;
+        std::int64_t most = 0;
         const std::int32_t begin = from * layer_.slots_per_gpu;
-        for (std::int32_t slot = begin; slot < begin + layer_.slots_per_gpu; ++slot)
-            if (routed_[slot] > (best < 0 ? 0 : routed_[best]) && layer_.holders_of<W>(slot).contains(to))
-                best = slot;
+        for (std::int32_t slot = begin; slot < begin + layer_.slots_per_gpu; ++slot) {
+            const bool movable = layer_.holders_of<W>(slot).contains(to);
+            const std::int64_t tokens = routed_[slot] & -static_cast<std::int64_t>(movable);  // no branch
+            best = tokens > most ? slot : best;
+            most = tokens > most ? tokens : most;
+        }
         return best;
     }
 
