@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <span>
 
 #include "gpu_set.hpp"
 #include "placement.hpp"
@@ -22,61 +23,78 @@ class AlternatingPaths {
     AlternatingPaths(const Layer& layer, const std::int64_t* routed) : layer_(layer), routed_(routed) {}
 
     // Breadth-first from `from`, GPUs of a level in ascending order, to the first one that reaches a
-    // member of `light`; the lowest such member is the path's end and is returned. -1 when there is
-    // none: then visited() is closed.
-    int search(int from, const GpuSet<W>& light) {
+    // member of `light`; the lowest such member is the path's end. Before each GPU on the path comes
+    // the lowest one of the level before that reaches it. Returns the path, `from` first; empty when
+    // there is none: then visited() is closed. No visited GPU may be a member of `light`.
+    std::span<const std::int16_t> search(int from, const GpuSet<W>& light) {
         visited_ = {};
         visited_.insert(from);
         GpuSet<W> level = visited_;
-        while (!level.empty()) {
+        for (int depth = 0; !level.empty(); ++depth) {
+            write(levels_, depth, level);
             GpuSet<W> next;
             for (int w = 0; w < W; ++w)
                 for (std::uint64_t rest = level.words[w]; rest != 0; rest &= rest - 1) {
                     const int gpu = 64 * w + std::countr_zero(rest);
-                    const GpuSet<W> found = reach(gpu) - visited_;
-                    const GpuSet<W> ends = found & light;
+                    const GpuSet<W> reached = reach(gpu), ends = reached & light;
                     if (!ends.empty()) {
-                        const int end = ends.lowest();
-                        parent_[end] = static_cast<std::int16_t>(gpu);
-                        return end;
+                        path_[depth] = static_cast<std::int16_t>(gpu);
+                        path_[depth + 1] = static_cast<std::int16_t>(ends.lowest());
+                        trace_back(depth);
+                        return std::span(path_).first(depth + 2);
                     }
-                    found.each([&](int h) { parent_[h] = static_cast<std::int16_t>(gpu); });
-                    visited_ |= found;
-                    next |= found;
+                    next |= reached;
                 }
-            level = next;
+            level = next - visited_;
+            visited_ |= level;
         }
-        return -1;
+        return {};
     }
 
     const GpuSet<W>& visited() const { return visited_; }
-    int parent(int gpu) const { return parent_[gpu]; }
 
     // Call when an expert has come to `gpu` or left it.
     void changed(int gpu) { known_.erase(gpu); }
 
   private:
+    using Sets = std::array<std::uint64_t, GpuSet<W>::capacity * W>;
+
+    static void write(Sets& sets, int index, const GpuSet<W>& set) {
+        std::copy(set.words.begin(), set.words.end(), sets.begin() + static_cast<std::ptrdiff_t>(index) * W);
+    }
+    static GpuSet<W> read(const Sets& sets, int index) {
+        return GpuSet<W>::read(sets.data() + static_cast<std::size_t>(index) * W);
+    }
+
     // The GPUs that hold an expert served on `gpu`, itself included. Found when first asked for:
     // most searches see few GPUs.
     GpuSet<W> reach(int gpu) {
-        std::uint64_t* words = reach_.data() + static_cast<std::size_t>(gpu) * W;
         if (!known_.contains(gpu)) {
             known_.insert(gpu);
             GpuSet<W> reach;
             const std::int32_t begin = gpu * layer_.slots_per_gpu;
             for (std::int32_t slot = begin; slot < begin + layer_.slots_per_gpu; ++slot)
                 reach.unite_if(layer_.holders_of<W>(slot), routed_[slot] != 0);
-            std::copy(reach.words.begin(), reach.words.end(), words);
+            write(reach_, gpu, reach);
         }
-        return GpuSet<W>::read(words);
+        return read(reach_, gpu);
+    }
+
+    // Fills in the path before the GPU at `depth`.
+    void trace_back(int depth) {
+        for (; depth > 0; --depth) {
+            GpuSet<W> before = read(levels_, depth - 1);
+            while (!read(reach_, before.lowest()).contains(path_[depth])) before.erase(before.lowest());
+            path_[depth - 1] = static_cast<std::int16_t>(before.lowest());
+        }
     }
 
     const Layer& layer_;
     const std::int64_t* routed_;
-    std::array<std::uint64_t, GpuSet<W>::capacity * W> reach_;  // sets, of the GPUs in known_ only
-    GpuSet<W> known_;
-    std::array<std::int16_t, GpuSet<W>::capacity> parent_;
-    GpuSet<W> visited_;
+    Sets reach_;   // by GPU, of those in known_ only
+    Sets levels_;  // by depth, of the last search
+    std::array<std::int16_t, GpuSet<W>::capacity + 1> path_;
+    GpuSet<W> known_, visited_;
 };
 
 }  // namespace eplb

@@ -45,10 +45,10 @@ class Flow {
         GpuSet<W> light = below_target();
         for (int g = 0; g < layer_.gpus; ++g)
             while (load_[g] > target_) {
-                const int end = paths.search(g, light);
-                if (end >= 0) {
-                    push(paths, g, end);
-                    if (load_[end] == target_) light.erase(end);
+                const auto path = paths.search(g, light);
+                if (!path.empty()) {
+                    push(paths, path);
+                    if (load_[path.back()] == target_) light.erase(path.back());
                 } else {
                     certificate_ = paths.visited();
                     std::int64_t held = 0, gpus = 0;
@@ -126,19 +126,18 @@ class Flow {
         return light;
     }
 
-    void push(AlternatingPaths<W>& paths, int from, int end) {
+    void push(AlternatingPaths<W>& paths, std::span<const std::int16_t> path) {
+        const int from = path.front(), end = path.back();
         std::int64_t amount = std::min(load_[from] - target_, target_ - load_[end]);
-        for (int to = end; to != from; to = paths.parent(to)) {
-            edge_[to] = most_tokens(paths.parent(to), to);
-            amount = std::min(amount, routed_[edge_[to]]);
+        for (std::size_t i = 1; i < path.size(); ++i) {
+            edge_[i] = most_tokens(path[i - 1], path[i]);
+            amount = std::min(amount, routed_[edge_[i]]);
         }
-        for (int to = end; to != from; to = paths.parent(to)) {
-            const std::int32_t slot = edge_[to], expert = layer_.expert_of[slot];
-            routed_[slot] -= amount;
-            routed_[layer_.slot_on(to, expert)] += amount;
-            paths.changed(to);
+        for (std::size_t i = 1; i < path.size(); ++i) {
+            routed_[edge_[i]] -= amount;
+            routed_[layer_.slot_on(path[i], layer_.expert_of[edge_[i]])] += amount;
         }
-        paths.changed(from);
+        for (const int gpu : path) paths.changed(gpu);
         load_[from] -= amount;
         load_[end] += amount;
     }

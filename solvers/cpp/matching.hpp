@@ -111,17 +111,14 @@ class Matching {
         for (int g = 0; g < layer_.gpus; ++g) light.insert_if(g, activated(g) + 2 <= level);
         for (int g = 0; g < layer_.gpus; ++g) {
             if (activated(g) != level) continue;
-            const int end = paths.search(g, light);
-            if (end < 0) {
+            const auto path = paths.search(g, light);
+            if (path.empty()) {
                 if (pass_over) continue;
                 return false;
             }
-            for (int to = end; to != g; to = paths.parent(to)) {
-                move_one(paths.parent(to), to);
-                paths.changed(to);
-            }
-            paths.changed(g);
-            if (activated(end) + 2 > level) light.erase(end);
+            for (std::size_t i = path.size() - 1; i > 0; --i) move_one(path[i - 1], path[i]);
+            for (const int gpu : path) paths.changed(gpu);
+            if (activated(path.back()) + 2 > level) light.erase(path.back());
         }
         return true;
     }
