@@ -1,8 +1,9 @@
 """How far each router is from the proven optimum, beside the figures of a published reproduction.
 
-    python benchmarks/optimality_gap.py                  # synthetic DeepSeek-V3 traffic
-    python benchmarks/optimality_gap.py FILE --tokens 32 # recorded traffic, see eo.read_trace
-    python benchmarks/optimality_gap.py --plot gap.svg   # the grid of `eplb-opt gap`, drawn
+    python benchmarks/optimality_gap.py       # synthetic DeepSeek-V3 traffic, published figures
+    python benchmarks/optimality_gap.py FILE  # recorded top-k ids, or one step of counts
+    python benchmarks/optimality_gap.py --tokens 32 --run 1 --plot gap.svg
+                                              # also draws what `eplb-opt gap` measures
 
 Prints a table in Markdown: the mean over layers and batches of the fullest GPU's activated
 replicas. The grid is that of an independent reproduction of METRO (arXiv 2512.09277): DeepSeek-V3,
@@ -74,16 +75,18 @@ METHODS: dict[str, str | RoutingMethod] = {
 
 
 def main(
-    file: Annotated[Path | None, typer.Argument(help="Recorded traffic.")] = None,
+    file: Annotated[Path | None, typer.Argument(help="Top-k ids or one step of counts.")] = None,
     tokens: Annotated[int, typer.Option(help="Tokens per batch.")] = 53,
-    run: Annotated[int, typer.Option(help="Tokens of one generation side by side.")] = 8,
+    run: Annotated[
+        int, typer.Option(help="Tokens of one generation side by side, without FILE.")
+    ] = 8,
     steps: Annotated[int, typer.Option(help="Batches.")] = 20,
     plot: Annotated[Path | None, typer.Option(help="Draw gap against replication here.")] = None,
 ) -> None:
-    """Print the table; with --plot, draw the default grid of `eplb-opt gap` as well."""
-    workload = replace(eo.Workload.preset("deepseek-v3"), generation_tokens=run)
+    """Print the table; with --plot, draw the default methods and deployments on that traffic."""
+    traffic = file or replace(eo.Workload.preset("deepseek-v3"), generation_tokens=run)
     study = eo.optimality_gap(
-        file or workload,
+        traffic,
         gpus=[8, 16, 32],
         replication=[1.25, 1.5],
         methods=list(METHODS.values()),
@@ -91,17 +94,20 @@ def main(
         steps=steps,
     )
     print(f"{study.traffic}; {study.batches} batches of {tokens} tokens, {study.layers} layers,")
-    print(f"{study.rows[0].live_experts:.0f} live experts. Published figures in brackets (155).\n")
+    print(f"{study.rows[0].live_experts:.0f} live experts.", end="")
+    print("\n" if file else " Published figures in brackets (155).\n")
     print(f"| EP, replication | even | {' | '.join(METHODS)} |")
     print("|---" * (len(METHODS) + 2) + "|")
     for at in range(0, len(study.rows), len(METHODS)):
         rows = study.rows[at : at + len(METHODS)]
         key = (rows[0].gpus, rows[0].replication)
         figures = [rows[0].even, *(row.makespan for row in rows)]
-        cells = [f"{f:.2f} ({p:.2f})" for f, p in zip(figures, PUBLISHED[key], strict=True)]
-        print(f"| {key[0]}, {key[1]} | {' | '.join(cells)} |")
+        cells = [f"{figure:.2f}" for figure in figures]
+        if file is None:
+            cells = [f"{c} ({p:.2f})" for c, p in zip(cells, PUBLISHED[key], strict=True)]
+        print(f"| {key[0]}, {key[1]:g} | {' | '.join(cells)} |")
     if plot is not None:
-        plot_gap(eo.optimality_gap(file, steps=steps), plot)
+        plot_gap(eo.optimality_gap(traffic, tokens=tokens, steps=steps), plot)
 
 
 if __name__ == "__main__":

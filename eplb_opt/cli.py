@@ -24,7 +24,7 @@ from typer.core import TyperGroup
 from eplb_opt.demand import count_tokens
 from eplb_opt.errors import EplbError, InvalidTokensError
 from eplb_opt.formats.placements import holds_placement, read_placement
-from eplb_opt.gap import DEFAULT_METHODS, optimality_gap
+from eplb_opt.gap import DEFAULT_METHODS, local_batches, optimality_gap
 from eplb_opt.objective import Objective
 from eplb_opt.placement import Placement
 from eplb_opt.plots import plot_gap
@@ -69,7 +69,9 @@ app = typer.Typer(
     cls=_Commands,
     help="Expert placement and routing for mixture-of-experts serving, with proven optima.",
     epilog="Start with [bold]eplb-opt gap[/bold]: how far METRO and the serving engines' rules are"
-    " from the optimum, on DeepSeek-V3 traffic, in seconds.",
+    " from the optimum, on DeepSeek-V3 traffic, in seconds.\n\n"
+    "Exit codes: 0 when done, 1 after an error (told in a line), 2 for wrong options,"
+    " 130 when interrupted.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -111,7 +113,8 @@ _TimeLimitOption = Annotated[
         min=0,
         metavar="SECONDS",
         show_default=False,
-        help="Time limit of each call of an exact engine (highs, cp-sat, pulp).",
+        help="Time limit of each call of an exact engine (highs, cp-sat, pulp), not of a problem:"
+        " gap has a call for every 32 batches with all their layers, route one for all of TOKENS.",
         rich_help_panel="Methods",
     ),
 ]
@@ -288,8 +291,7 @@ def gap(
     if json == csv == "-":
         raise typer.BadParameter("only one of --json and --csv can be -")
     _require_folders(json, csv, plot)
-    if plot is not None and plot.suffix not in (".pdf", ".svg", ".png"):
-        raise typer.BadParameter(f"{plot} ends in neither .pdf, .svg nor .png")
+    _require_suffix(plot, ".pdf", ".svg", ".png")
     counts = _numbers("--gpus", gpus, int, least=1)
     ratios = _numbers("--replication", replication or "1.125,1.25,1.5", float, least=1)
     extra = None if redundant is None else _numbers("--redundant", redundant, int, least=0)
@@ -364,7 +366,8 @@ def route(
             min=1,
             metavar="N",
             show_default="all",
-            help="Tokens of a batch, where TOKENS holds top-k ids.",
+            help="Tokens of a batch, where TOKENS holds top-k ids; rules that need the ids get them"
+            " cut into equal local batches, one per GPU.",
         ),
     ] = None,
     method: Annotated[
@@ -390,19 +393,21 @@ def route(
 ) -> None:
     """Route recorded batches on a placement, and prove how good the routing is."""
     _require_folders(out)
+    _require_suffix(out, ".npz")
     needs = resolve_method(method, Objective(objective.value)).traits.needs
-    if needs:
-        raise InvalidTokensError(
-            f"{method} needs {needs[0]}, and route reads tokens per expert: compare it by "
-            f"eplb-opt gap FILE --method {method}, or call eplb_opt.solve_routing with {needs[0]}="
-        )
     onto = read_placement(placement, num_gpus=gpus)
     trace = read_trace(tokens, num_experts=onto.num_experts)
+    if needs and isinstance(trace, LoadTrace):
+        raise InvalidTokensError(
+            f"{method} needs {needs[0]}, and {tokens} holds counts: give TOKENS as top-k ids"
+        )
+    demand, ids = _demand(trace, onto, batch)
     routing = solve_routing(
         onto,
-        _demand(trace, onto, batch),
+        demand,
         objective=objective.value,
         method=method,
+        topk_ids=ids if needs else None,
         stop=None if time_limit is None else TimeLimit(time_limit),
         threads=threads or _cores(),
     )
@@ -443,7 +448,7 @@ def validate(
 ) -> None:
     """Check a file: what it holds, whether it is valid, and what is odd about it."""
     found = kind or (_Kind.placement if holds_placement(file) else _Kind.trace)
-    if kind is None and found is _Kind.trace and file.suffix.lower() in (".npy", ".npz", ".json"):
+    if kind is None and found is _Kind.trace and file.suffix.lower() == ".npy":
         _say("note", "no placement was recognised in it; --as placement insists")
     if found is _Kind.placement:
         print_placement(read_placement(file, num_gpus=gpus), f"{file}: a valid placement")
@@ -476,25 +481,34 @@ def _numbers(option: str, text: str, kind: type[_Number], *, least: int) -> list
 
 def _demand(
     trace: LoadTrace | TokenTrace, placement: Placement, batch: int | None
-) -> NDArray[np.integer]:
-    """Return the batches of a trace as int [steps, layers, experts] or [steps, experts]."""
+) -> tuple[NDArray[np.integer], NDArray[np.int32] | None]:
+    """Return the batches of a trace for a placement, with a layer axis if that has one.
+
+    Tokens are int [steps, layers, experts], and ids, if the trace has them, int32 [steps, layers,
+    gpus, rows, k].
+    """
+    counts: NDArray[np.integer]
     if isinstance(trace, LoadTrace):
-        counts: NDArray[np.integer] = trace.tokens
+        counts, ids = trace.tokens, None
     else:
-        ids = trace.batches(trace.num_tokens if batch is None else batch)
-        counts = count_tokens(ids, placement.num_experts)
+        whole = trace.batches(trace.num_tokens if batch is None else batch)
+        counts = count_tokens(whole, placement.num_experts)
+        ids = local_batches(whole, placement.num_gpus)
     if counts.shape[1] != placement.num_layers:
         served = np.flatnonzero(counts.any(axis=(0, 2)))
         if served.size == placement.num_layers:
             dense = counts.shape[1] - served.size
             _say("note", f"left out {many(dense, 'layer')} without any token")
             counts = counts[:, served]
+            ids = None if ids is None else ids[:, served]
     if counts.shape[1] != placement.num_layers:
         raise InvalidTokensError(
             f"the traffic has {many(counts.shape[1], 'layer')}, "
             f"the placement {placement.num_layers}"
         )
-    return counts if placement.layered else counts[:, 0]
+    if placement.layered:
+        return counts, ids
+    return counts[:, 0], None if ids is None else ids[:, 0]
 
 
 def _cores() -> int:
@@ -530,6 +544,11 @@ def _require_folders(*targets: str | Path | None) -> None:
     for target in targets:
         if target is not None and not Path(target).parent.is_dir():
             raise typer.BadParameter(f"{Path(target).parent} is not a folder")
+
+
+def _require_suffix(target: Path | None, *suffixes: str) -> None:
+    if target is not None and target.suffix not in suffixes:
+        raise typer.BadParameter(f"{target} does not end in {' or '.join(suffixes)}")
 
 
 def _write(target: str | None, text: str) -> None:

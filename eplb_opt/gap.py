@@ -22,7 +22,7 @@ from eplb_opt.errors import InvalidTokensError
 from eplb_opt.objective import Objective
 from eplb_opt.placement import slots_for
 from eplb_opt.placers import PlacementMethod
-from eplb_opt.placing import solve_placement
+from eplb_opt.placing import as_load, solve_placement
 from eplb_opt.routers import RoutingMethod, TimeLimit, resolve_method
 from eplb_opt.routing import Router, Routing
 from eplb_opt.status import Status
@@ -76,7 +76,10 @@ class GapRow:
     live_experts, replicas_available
         Live experts, and the replicas that they have; means.
     microseconds
-        Wall time per problem of the routing call, the Python around it included.
+        Wall time per problem, unsolved ones included, of the routing call: with the Python around
+        it and, for rules that need top-k ids, the checking and counting of these.
+    exact
+        Whether the method proves its answers, if its time lasts.
     proven
         Share of the problems whose answer the method itself proved to be optimal.
     """
@@ -100,6 +103,7 @@ class GapRow:
     live_experts: float
     replicas_available: float
     microseconds: float
+    exact: bool
     proven: float
 
 
@@ -190,22 +194,25 @@ def optimality_gap(
     tokens
         Tokens of a batch over all GPUs, where batches are drawn or cut from a token trace.
     steps
-        Batches; default 20, or the whole of a trace that is replayed.
+        Batches; default 20, or the whole of a trace that is replayed, which must hold as many.
     top_k
         Experts per token, where batches are drawn from a `LoadTrace`.
     draft_layers
         Layers at the end of the traffic that belong to a draft model; left out.
     place_on
         Traffic or load ``[layers, experts]`` that the placement is made for, instead of the
-        popularity of the traffic itself.
+        popularity of the traffic itself. With as many layers as the traffic, each stands for the
+        same one of it, and the traffic decides which are left out; or it has the MoE layers only.
     placer
         The placement method.
     seed
-        For drawing.
+        For drawing batches, where `traffic` is not a `Workload`, which has its own.
     threads
         Threads over problems.
     stop
-        Time limit of each call of an exact engine.
+        Time limit of each call of an exact engine: up to 32 batches with all their layers. See
+        `GapRow.proven` for how many it proved in time; its other answers are those that it had,
+        METRO's if it starts from there and found no better.
     progress
         Called with (done, total) batches times deployments times methods.
 
@@ -216,7 +223,12 @@ def optimality_gap(
     Raises
     ------
     InvalidTokensError
-        Also if a method that was asked for needs top-k ids and the trace holds counts only.
+        If the traffic, or what to place on, is not as above; if a method that was asked for needs
+        top-k ids and the trace holds counts only; if the trace holds fewer steps.
+    InvalidPlacementError
+        If the slots do not divide over the GPUs.
+    ValueError
+        Unknown names, numbers out of range, or nothing to try.
 
     Notes
     -----
@@ -236,9 +248,7 @@ def optimality_gap(
     )
     load = batches.load if place_on is None else _load_of(place_on, draft_layers, batches)
     deployments = _deployments(load.shape[1], gpus, replication, redundant)
-    resolved = [(_label(m), resolve_method(m, objective)) for m in methods or DEFAULT_METHODS]
-    if methods is None and not batches.holds_ids:
-        resolved = [(label, method) for label, method in resolved if not method.traits.needs]
+    resolved = _resolved(methods, objective, batches.holds_ids)
 
     rows: list[GapRow] = []
     done, total = 0, len(deployments) * len(resolved) * batches.steps
@@ -274,13 +284,15 @@ def optimality_gap(
 class _Batches:
     """Batches to route, in chunks of steps, over the MoE layers of some traffic.
 
-    `at` gives tokens ``[steps, layers, experts]`` or top-k ids ``[steps, layers, rows, k]`` of the
+    `layers` are those among the `recorded_layers`, and `load` is theirs. `at` gives tokens
+    ``[steps, recorded layers, experts]`` or top-k ids ``[steps, recorded layers, rows, k]`` of the
     steps from one number to another.
     """
 
     name: str
     steps: int
     tokens: int | None
+    recorded_layers: int
     load: NDArray[np.float64]
     layers: NDArray[np.intp]
     at: Callable[[int, int], NDArray[np.integer]]
@@ -317,16 +329,20 @@ class _Batches:
                 name,
                 steps or 20,
                 tokens,
+                len(popularity),
                 *_moe_layers(popularity, draft_layers),
                 at=lambda begin, end: drawn.draw(tokens, end - begin, first_step=begin),
                 holds_ids=True,
             )
         if isinstance(source, LoadTrace):
+            if steps is not None and steps > source.num_steps:
+                raise InvalidTokensError(f"the trace has {source.num_steps} steps; {steps} wanted")
             counts = source.tokens[:steps]
             return cls(
                 name,
                 len(counts),
                 None,
+                source.num_layers,
                 *_moe_layers(source.load(), draft_layers),
                 at=lambda begin, end: counts[begin:end],
                 holds_ids=False,
@@ -336,6 +352,7 @@ class _Batches:
             name,
             len(cut),
             tokens,
+            source.num_layers,
             *_moe_layers(source.load(), draft_layers),
             at=lambda begin, end: cut[begin:end],
             holds_ids=True,
@@ -347,7 +364,7 @@ class _Batches:
         for begin in range(0, self.steps, _STEPS_AT_ONCE):
             part = self.at(begin, min(begin + _STEPS_AT_ONCE, self.steps))[:, self.layers]
             if self.holds_ids:
-                yield count_tokens(part, experts), _local_batches(part, gpus)
+                yield count_tokens(part, experts), local_batches(part, gpus)
             else:
                 yield np.ascontiguousarray(part, dtype=np.int64), None
 
@@ -411,15 +428,18 @@ class _Tally:
         if not gaps.size:
             gaps = np.array([np.nan])
         p50, p95, p99 = np.percentile(gaps, [50, 95, 99])
-        mean = {name: total / gaps.size for name, total in self._sums.items()}
+        answered, unsolved = self._sums["answered"], self._sums["unsolved"]
+        mean = {
+            name: total / answered if answered else math.nan for name, total in self._sums.items()
+        }
         demand = "tokens" if self.router.objective.name == "tokens" else "live"
         return GapRow(
             gpus=placement.num_gpus,
             redundant=slots - placement.num_experts,
             replication=slots / placement.num_experts,
             method=self.label,
-            problems=int(self._sums["answered"]),
-            unsolved=int(self._sums["unsolved"]),
+            problems=int(answered),
+            unsolved=int(unsolved),
             gap_mean=float(gaps.mean()),
             gap_p50=float(p50),
             gap_p95=float(p95),
@@ -432,7 +452,8 @@ class _Tally:
             tokens_per_activated=self._sums["tokens"] / max(1.0, self._sums["activated"]),
             live_experts=mean["live"],
             replicas_available=mean["available"],
-            microseconds=mean["seconds"] * 1e6,
+            microseconds=self._sums["seconds"] / (answered + unsolved) * 1e6,
+            exact=self.router.method.traits.exact,
             proven=mean["proven"],
         )
 
@@ -444,12 +465,15 @@ def _opened(traffic: Traffic) -> Workload | LoadTrace | TokenTrace:
 def _load_of(
     place_on: Traffic | ArrayLike, draft_layers: int, batches: _Batches
 ) -> NDArray[np.float64]:
+    """Return what to place on, float64 [layers, experts], for the layers that the batches have."""
     if isinstance(place_on, (str, os.PathLike, Workload, LoadTrace, TokenTrace)):
         source = _opened(place_on)
-        load = source.popularity if isinstance(source, Workload) else source.load()
-        load, _ = _moe_layers(load, draft_layers)
+        recorded = as_load(source.popularity if isinstance(source, Workload) else source.load())
+        load, _ = _moe_layers(recorded, draft_layers)
     else:
-        load = np.asarray(place_on, dtype=np.float64)
+        load = recorded = as_load(place_on)
+    if len(recorded) == batches.recorded_layers:
+        load = recorded[batches.layers]
     if load.shape != batches.load.shape:
         raise InvalidTokensError(
             f"the load to place on has shape {load.shape} (MoE layers, experts), "
@@ -477,6 +501,8 @@ def _deployments(
     redundant: Sequence[int] | None,
 ) -> list[tuple[int, int]]:
     """Return GPUs and slots per GPU of every deployment, each once."""
+    if not len(gpus) or not len(replication if redundant is None else redundant):
+        raise ValueError("no deployment to try: gpus, replication or redundant is empty")
     wrong = [g for g in gpus if g < 1] + [r for r in replication if not 1 <= r < math.inf]
     if wrong:
         raise ValueError(
@@ -490,7 +516,7 @@ def _deployments(
     return list(dict.fromkeys(per_gpu))
 
 
-def _local_batches(ids: NDArray[np.integer], gpus: int) -> NDArray[np.int32]:
+def local_batches(ids: NDArray[np.integer], gpus: int) -> NDArray[np.int32]:
     """Cut ``[steps, layers, rows, k]`` into ``[steps, layers, gpus, rows / gpus, k]``, padded.
 
     Consecutive rows stay together, as the tokens of a prompt do; blocks differ by one row at most.
@@ -504,5 +530,18 @@ def _local_batches(ids: NDArray[np.integer], gpus: int) -> NDArray[np.int32]:
     return by_gpu
 
 
-def _label(method: str | RoutingMethod) -> str:
-    return method if isinstance(method, str) else repr(method)
+def _resolved(
+    methods: Sequence[str | RoutingMethod] | None, objective: Objective, holds_ids: bool
+) -> list[tuple[str, RoutingMethod]]:
+    """Return labels and methods: those asked for, or the default ones that the traffic serves."""
+    if isinstance(methods, str) or (methods is not None and not len(methods)):
+        raise ValueError(f"methods is {methods!r}; expected a list of one or more")
+    resolved = [
+        (method if isinstance(method, str) else repr(method), resolve_method(method, objective))
+        for method in (DEFAULT_METHODS if methods is None else methods)
+    ]
+    return [
+        (label, method)
+        for label, method in resolved
+        if methods is not None or holds_ids or not method.traits.needs
+    ]

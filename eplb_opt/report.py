@@ -93,6 +93,7 @@ class _Column:
     wide: bool = False  # shown only where there is room
 
 
+_PROVEN = _Column("proven\n%", lambda row: 100 * row.proven, decimals=1)
 _COLUMNS = (
     _Column("gap %\nmean", lambda row: 100 * row.gap_mean, decimals=1),
     _Column("p50", lambda row: 100 * row.gap_p50, decimals=1, wide=True),
@@ -125,12 +126,15 @@ def print_study(study: GapStudy) -> None:
         f"objective {study.objective}"
     )
     columns = [column for column in _COLUMNS if console.width >= 100 or not column.wide]
+    stopped = _stopped(study)
+    if stopped:
+        columns.append(_PROVEN)
     texts = [_texts([c.value(row) for row in study.rows], c.decimals) for c in columns]
     longest = max(len(row.method) for row in study.rows)
     with_texts = zip(study.rows, zip(*texts, strict=True), strict=True)
     for _, group in groupby(with_texts, lambda pair: (pair[0].gpus, pair[0].redundant)):
         rows = list(group)
-        first = rows[0][0]
+        first = max((row for row, _ in rows), key=lambda row: row.problems)
         live, available = _texts([first.live_experts, first.replicas_available])
         console.print(
             f"\n[bold]{first.gpus} GPUs, replication {first.replication:.5g}[/bold]"
@@ -150,14 +154,33 @@ def print_study(study: GapStudy) -> None:
         "makespan: of the fullest GPU, mean; µs: wall time per problem\n"
         f"machine: {study.machine}[/dim]"
     )
+    for line in stopped:
+        console.print(Text(line), soft_wrap=True)
+
+
+def _stopped(study: GapStudy) -> list[str]:
+    """Say for each exact method that did not prove all it was asked what its other answers are."""
+    lines = []
+    for method in dict.fromkeys(row.method for row in study.rows if row.exact):
+        rows = [row for row in study.rows if row.method == method]
+        asked = sum(row.problems + row.unsolved for row in rows)
+        proven = sum(round(row.proven * row.problems) for row in rows if row.problems)
+        unsolved = sum(row.unsolved for row in rows)
+        if proven < asked:
+            left_out = f"; {unsolved} have no answer and are left out" if unsolved else ""
+            lines.append(
+                f"{method}: {asked - proven} of its {many(asked, 'problem')} were not proven in "
+                "time; their answers are the best that it had, METRO's if it started there and "
+                f"found no better{left_out}"
+            )
+    return lines
 
 
 def print_routing(routing: Routing, method: str) -> None:
     """Print a routing's summary, and its layers."""
     summary, objective = routing.summary(), routing.objective.name
-    proven, unsolved = (
-        int((routing.status == status).sum()) for status in (Status.OPTIMAL, Status.UNSOLVED)
-    )
+    problems = routing.status.size
+    proven = int((routing.status == Status.OPTIMAL).sum())
     facts = [
         ("placement", _shape_of(routing.placement)),
         ("objective", f"{objective} on the fullest GPU"),
@@ -167,40 +190,51 @@ def print_routing(routing: Routing, method: str) -> None:
         ("tokens per activated", f"{summary.tokens_per_activated:.2f}"),
         (
             f"{objective} of a GPU",
-            f"p50 {summary.load_p50:g}, p95 {summary.load_p95:g}, p99 {summary.load_p99:g}, "
-            f"worst {summary.load_max:g}",
+            f"p50 {summary.time_p50:g}, p95 {summary.time_p95:g}, p99 {summary.time_p99:g}, "
+            f"worst {summary.time_max:g}",
         ),
         ("balance", f"{summary.balance:.3f} (mean GPU over the fullest)"),
         ("makespan", f"{summary.makespan:.2f} (sum over layers)"),
         ("bound", f"{summary.bound:.2f}"),
         ("gap", f"{100 * summary.gap:.2f} %"),
-        ("status", f"{proven} of {summary.problems} problems proven optimal"),
+        ("status", f"{proven} of {problems} problems proven optimal"),
     ]
-    if unsolved:
-        facts.append(("", f"{unsolved} unsolved: give more time"))
+    if summary.unsolved:
+        facts.append(("", f"{summary.unsolved} unsolved and left out above: give more time"))
     _print_facts(f"{method}: {many(summary.problems, 'problem')} routed", facts)
     if routing.placement.layered:
         _console().print(_layer_table(routing))
 
 
 def _layer_table(routing: Routing, most: int = 12, fullest: int = 5) -> Table:
-    """Return a row per layer, means over batches: of at most so many layers, or of the fullest."""
+    """Return a row per layer, means over batches: of at most so many layers, or of the fullest.
+
+    Unsolved problems count for what is proven, and for nothing else.
+    """
     layers = routing.placement.num_layers
+    answered = (routing.status != Status.UNSOLVED).reshape(-1, layers)
     columns = {
         "live experts": (routing.expert_tokens() > 0).sum(axis=-1),
         "makespan": routing.makespan,
         "bound": routing.bound,
         "gap %": 100 * routing.gap,
-        "proven %": 100 * (routing.status == Status.OPTIMAL),
     }
-    means = {name: values.reshape(-1, layers).mean(axis=0) for name, values in columns.items()}
+    with np.errstate(invalid="ignore"):  # 0 / 0 where a layer has no answer
+        means = {
+            name: np.where(answered, values.reshape(-1, layers), 0).sum(axis=0)
+            / answered.sum(axis=0)
+            for name, values in columns.items()
+        }
+    proven = (routing.status == Status.OPTIMAL).reshape(-1, layers)
+    means["proven %"] = 100 * proven.mean(axis=0)
     shown, title = np.arange(layers), "By layer"
     if layers > most:
         shown = np.argsort(-means["makespan"], kind="stable")[:fullest]
         title = f"The fullest {fullest} of {layers} layers"
     table = _table(title, "layer", *means, left=0)
     for layer in shown:
-        table.add_row(str(layer), *(f"{mean[layer]:.2f}" for mean in means.values()))
+        cells = (_texts([mean[layer]], decimals=2)[0] for mean in means.values())
+        table.add_row(str(layer), *cells)
     return table
 
 

@@ -42,7 +42,8 @@ class RoutingSummary:
     tokens_per_activated
         Tokens over activated replicas.
     makespan, bound
-        Means over batches of the sum over layers: every layer waits for its own slowest GPU.
+        Means over problems times layers: what a batch waits for, since every layer waits for its
+        own slowest GPU.
     gap
         ``makespan / bound - 1`` of these sums; NaN without a bound.
     time_p50, time_p95, time_p99, time_max
@@ -198,9 +199,8 @@ class Routing:
         balance = np.divide(
             time.mean(axis=-1), largest, out=np.ones_like(largest), where=largest > 0
         )
-        batches = max(1, self.makespan.size // self.placement.num_layers)
-        makespan = float(self.makespan[answered].sum()) / batches
-        bound = float(self.bound[answered].sum()) / batches
+        layers = self.placement.num_layers
+        makespan, bound = mean(self.makespan) * layers, mean(self.bound) * layers
         p50, p95, p99, most = (
             np.percentile(time, [50, 95, 99, 100]) if time.size else [math.nan] * 4
         )

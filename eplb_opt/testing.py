@@ -55,7 +55,7 @@ def placements(
     max_experts: int = 20,
     layered: bool | None = None,
 ) -> st.SearchStrategy[Placement]:
-    """Draw placements: every expert placed somewhere, spare slots filled at random or left empty.
+    """Draw placements: every expert placed somewhere, redundant slots filled at random or empty.
 
     Duplicates on one GPU, GPUs without any expert and experts on all GPUs occur. Shrinks to one
     layer, one GPU, one slot.
@@ -75,14 +75,14 @@ def placements(
         gpus = draw(st.integers(1, max_gpus))
         per_gpu = draw(st.integers(1, max_slots_per_gpu))
         experts = draw(st.integers(1, min(max_experts, gpus * per_gpu)))
-        spare = st.lists(
+        redundant = st.lists(
             st.integers(EMPTY, experts - 1),
             min_size=gpus * per_gpu - experts,
             max_size=gpus * per_gpu - experts,
         )
         rows = []
         for _ in range(layers):
-            filled = [*range(experts), *draw(spare)]
+            filled = [*range(experts), *draw(redundant)]
             order = draw(st.permutations(range(gpus * per_gpu)))
             rows.append(np.array(filled)[order].reshape(gpus, per_gpu))
         return Placement(np.stack(rows) if with_layers else rows[0], num_experts=experts)

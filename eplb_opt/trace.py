@@ -80,7 +80,7 @@ class LoadTrace:
         Raises
         ------
         InvalidTokensError
-            When an expert's sum exceeds 2^63-1.
+            When an expert's sum is negative or exceeds 2^63-1.
         """
         total = np.zeros(self.tokens.shape[1:], dtype=np.int64)
         rounded = np.zeros(total.shape)
@@ -92,7 +92,10 @@ class LoadTrace:
         wrapped = (total < 0) | (rounded >= 1.5 * 2**63)
         if wrapped.any():
             layer, expert = np.argwhere(wrapped)[0].tolist()
-            problem = f"layer {layer}, expert {expert}: the sum over steps exceeds 2^63-1"
+            problem = (
+                f"layer {layer}, expert {expert}: a count is negative, "
+                "or the sum over steps exceeds 2^63-1"
+            )
             raise InvalidTokensError(problem)
         return total
 
@@ -141,7 +144,9 @@ class TokenTrace:
     num_experts
         Experts per layer.
     generation : integer array, [tokens]
-        Which generation (one sequence being written) each token belongs to.
+        Which generation (one sequence being written) each token belongs to. The tokens of one
+        share experts; to measure how far, and set `Workload.correlation` by it, is what this is
+        for. Batches do not depend on it.
 
     Raises
     ------

@@ -22,6 +22,7 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
+from eplb_opt.arrays import as_array
 from eplb_opt.errors import InvalidTokensError
 
 __all__ = ["MODEL_SHAPES", "ModelShape", "Stage", "Workload", "model_shape"]
@@ -497,7 +498,7 @@ def _stream(seed: int, kind: _Noise, index: int, layer: int = 0) -> np.random.Ge
 def _checked_load(load: npt.ArrayLike, name: str, top_k: int) -> Float64:
     """Return a float64 copy of a load [layers, experts], or say what is wrong with it."""
     _check_at_least(1, top_k=top_k)
-    given = np.asarray(load)
+    given = as_array(load, name, InvalidTokensError)
     if given.ndim != 2 or not given.size or given.dtype.kind not in "iuf":
         problem = f"{name} is {given.dtype} of shape {given.shape}"
         raise InvalidTokensError(f"{problem}; expected numbers [layers, experts]")

@@ -16,10 +16,13 @@ from typer.testing import CliRunner
 
 from eplb_opt import cli
 from eplb_opt.cli import app
+from eplb_opt.demand import count_tokens
 from eplb_opt.gap import DEFAULT_METHODS
 from eplb_opt.objective import Objective
+from eplb_opt.placement import Placement
 from eplb_opt.placers import placement_methods
 from eplb_opt.routers import routing_methods
+from eplb_opt.routing import solve_routing
 from eplb_opt.workload import MODEL_SHAPES
 
 SLOTS = [[0, 1], [0, 2], [1, 3], [2, 3]]
@@ -106,6 +109,7 @@ def test_gap_prints_a_table_per_deployment() -> None:
         assert f"{gpus} GPUs, replication 1.125 (32 redundant slots)" in printed
     for text in (*DEFAULT_METHODS, "live experts", "even share", "optimum", "p50", "p99", "worst"):
         assert text in printed
+    assert "proven" not in printed.partition("\n")[2]  # all are
     assert "\x1b" not in printed
     assert max(map(len, printed.splitlines())) <= 100
 
@@ -169,6 +173,22 @@ def test_gap_with_an_engine(tmp_path: Path) -> None:
     options = ["--method", "highs", "--time-limit", 60, "--replication", "1.5", "--json", "-"]
     (row,) = json.loads(run("gap", *SMALL, *options).stdout)["rows"]
     assert row["gap_max"] == 0
+    assert "proven" not in run("gap", *SMALL, *options[:-2]).stdout
+
+
+def test_gap_tells_an_engine_that_ran_out_of_time() -> None:
+    """What was not proven has a column and a line: those answers are METRO's, not the engine's."""
+    pytest.importorskip("highspy")
+    cold = "highs:warm_start=false"
+    options = ["--method", "highs", "--method", cold, "--method", "metro", "--time-limit", 0]
+    for columns in (80, 100):
+        printed = run("gap", *SMALL, "--replication", "1.5", *options, columns=columns).stdout
+        assert "proven" in printed
+        assert "highs: 64 of its 64 problems were not proven in time" in printed
+        assert f"{cold}: 64 of its 64 problems were not proven in time" in printed
+        assert "64 have no answer and are left out" in printed
+        assert "metro: " not in printed
+        assert "nan" not in printed
 
 
 @pytest.mark.parametrize(
@@ -181,7 +201,7 @@ def test_gap_with_an_engine(tmp_path: Path) -> None:
         (["--redundant", "-8"], "expected numbers from 0"),
         (["--json", "-", "--csv", "-"], "only one of"),
         (["--json", "missing/gap.json"], "missing is not a folder"),
-        (["--plot", "gap.doc"], "ends in neither"),
+        (["--plot", "gap.doc"], "does not end in .pdf or .svg or .png"),
         (["--objective", "speed"], "speed"),
         (["--tokens", "0"], "--tokens"),
         (["traffic.npy", "--model", "kimi-k2"], "leave FILE out"),
@@ -277,13 +297,31 @@ def test_route_tells_an_engine_that_ran_out_of_time(placement: Path, tokens: Pat
 
 
 @pytest.mark.parametrize("method", [m for m, t in routing_methods().items() if t.needs])
-def test_route_without_ids_for_a_method_that_needs_them(
-    placement: Path, tokens: Path, method: str
+def test_route_by_a_method_that_needs_ids(
+    placement: Path, tokens: Path, tmp_path: Path, method: str
 ) -> None:
-    """The error names what is needed and where the method can be used."""
+    """From ids, cut into a local batch per GPU, it routes; from counts, the error says why not."""
     said = refusal("route", placement, tokens, "--method", method)
     assert f"error: {method} needs " in said
-    assert "eplb-opt gap" in said
+    assert f"{tokens} holds counts: give TOKENS as top-k ids" in said
+
+    rows = np.random.default_rng(0).permuted(np.tile(np.arange(4), (18, 1)), axis=1)[:, :2]
+    counts = count_tokens(rows.reshape(2, 9, 2), 4)
+    by_gpu = np.full((2, 4, 3, 2), -1)  # nine rows for four GPUs: 3, 2, 2, 2
+    for gpu, (begin, end) in enumerate([(0, 3), (3, 5), (5, 7), (7, 9)]):
+        by_gpu[:, gpu, : end - begin] = rows.reshape(2, 9, 2)[:, begin:end]
+    ids, layered, out = (tmp_path / name for name in ("ids.npz", "layered.npy", "routing.npz"))
+    np.save(layered, np.array([SLOTS, SLOTS]))
+    with_dense = np.stack([rows, np.full_like(rows, -1), rows], axis=1)
+    for onto, topk, wanted, given in (
+        (placement, rows, counts, by_gpu),
+        (layered, with_dense, np.stack([counts] * 2, axis=1), np.stack([by_gpu] * 2, axis=1)),
+    ):
+        np.savez(ids, topk=topk)
+        run("route", onto, ids, "--batch", 9, "--method", method, "--out", out)
+        expected = solve_routing(Placement(np.load(onto)), wanted, method=method, topk_ids=given)
+        with np.load(out) as routing:
+            np.testing.assert_array_equal(routing["tokens"], expected.tokens)
 
 
 def test_route_refuses_tokens_of_another_model(placement: Path, tmp_path: Path) -> None:
@@ -296,6 +334,13 @@ def test_route_refuses_tokens_of_another_model(placement: Path, tmp_path: Path) 
     ):
         np.save(counts, values)
         assert message in refusal("route", placement, counts)
+
+
+def test_route_writes_npz_only(placement: Path, tokens: Path, tmp_path: Path) -> None:
+    """Another suffix is a usage error, since numpy would add its own to it."""
+    said = refusal("route", placement, tokens, "--out", tmp_path / "x.foo", code=2)
+    assert "does not end in .npz" in " ".join(said.replace("│", " ").split())
+    assert not list(tmp_path.glob("x.foo*"))
 
 
 # validate
@@ -322,14 +367,18 @@ def test_validate_a_trace(tmp_path: Path) -> None:
     """Shape, dense layers and skew; counts of one GPU only are a warning."""
     path = tmp_path / "tokens.csv"
     path.write_text("0,0,0,0\n1,2,3,4\n")
-    printed = run("validate", path).stdout
+    result = run("validate", path)
+    assert "--as" not in result.stderr
+    printed = result.stdout
     for text in ("valid trace", "1 step, 2 layers, 4 experts", "1: 0", "1.60"):
         assert text in printed
     path.write_text("1,2,0,0\n")
     assert "warning: " in run("validate", path).stderr
     ids = tmp_path / "ids.npz"
     np.savez(ids, topk=np.array([[[0, 1]], [[2, 1]]]))
-    assert "top-2 ids of 2 tokens, 1 layer, 3 experts" in run("validate", ids).stdout
+    result = run("validate", ids)
+    assert "top-2 ids of 2 tokens, 1 layer, 3 experts" in result.stdout
+    assert result.stderr == ""  # the name in the file says what it is
 
 
 def test_validate_can_be_told_what_a_file_is(placement: Path) -> None:
@@ -423,7 +472,11 @@ def test_the_installed_command(placement: Path, tokens: Path, tmp_path: Path) ->
     """The entry point runs as a process: results and errors on their own streams, nothing else."""
     command = [sys.executable, "-c", "from eplb_opt.cli import app; app()"]
     good = subprocess.run(
-        [*command, "route", placement, tokens], capture_output=True, text=True, check=False
+        [*command, "route", placement, tokens],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,  # not where the sources are: the installed package is meant
     )
     assert (good.returncode, good.stderr) == (0, "")
     assert "1 of 1 problems proven optimal" in good.stdout
@@ -432,6 +485,7 @@ def test_the_installed_command(placement: Path, tokens: Path, tmp_path: Path) ->
         capture_output=True,
         text=True,
         check=False,
+        cwd=tmp_path,
     )
     assert (bad.returncode, bad.stdout) == (1, "")
     assert bad.stderr == f"error: {tmp_path / 'none.npy'}: No such file or directory\n"

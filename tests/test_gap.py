@@ -97,7 +97,7 @@ def test_no_method_beats_the_optimum(workload: Workload, objective: str) -> None
         assert 0 <= row.gap_mean <= row.gap_max
         assert row.gap_p50 <= row.gap_p95 <= row.gap_p99 <= row.gap_max
         assert row.optimum >= row.even
-        assert row.proven == (row.method == "optimal")
+        assert row.exact == row.proven == (row.method == "optimal")
         if row.method == "optimal":
             assert row.gap_max == 0
             assert row.makespan == row.optimum
@@ -184,6 +184,16 @@ def test_counts_of_several_steps_are_replayed(ids: Ids) -> None:
     assert optimality_gap(trace, **{**SMALL, "steps": 7}, methods=["metro"]).batches == 7
 
 
+def test_more_steps_than_recorded_are_refused(ids: Ids) -> None:
+    """Counts and ids alike: fewer batches than asked for are no answer."""
+    for trace, message in (
+        (LoadTrace(count_tokens(ids, 16)), "the trace has 40 steps; 41 wanted"),
+        (token_trace(ids), "40 complete batches of 6; 41 wanted"),
+    ):
+        with pytest.raises(InvalidTokensError, match=message):
+            optimality_gap(trace, **{**SMALL, "steps": 41})
+
+
 def test_counts_alone_do_not_serve_every_method(ids: Ids) -> None:
     """A method that depends on ids says so, by name."""
     trace = LoadTrace(count_tokens(ids, 16))
@@ -222,8 +232,39 @@ def test_the_placement_can_be_made_for_other_traffic(ids: Ids, workload: Workloa
         placement = placed(load)
         routing = solve_routing(placement, tokens, method="uniform")
         assert_row_is(study.rows[0], routing, solve_routing(placement, tokens), placement)
-    with pytest.raises(InvalidTokensError, match=r"shape \(3, 16\)"):  # no dense layer there
-        optimality_gap(token_trace(ids), **SMALL, place_on=trace)
+    with pytest.raises(InvalidTokensError, match=r"shape \(2, 16\)"):  # one layer too few
+        optimality_gap(trace, **SMALL, top_k=2, place_on=other[1:])
+
+
+def test_layers_to_place_on_are_those_of_the_traffic(ids: Ids) -> None:
+    """As many layers as the traffic has: each is taken for the same one, whichever are empty."""
+    other = np.random.default_rng(1).integers(1, 40, (3, 16))
+    gap_of_layers = []
+    for load in (other, other * np.array([[1], [1], [0]])):  # the traffic has no tokens in layer 0
+        for place_on in (load, LoadTrace(load[np.newaxis])):
+            study = optimality_gap(
+                token_trace(ids), **SMALL, methods=["uniform"], place_on=place_on
+            )
+            placement = placed(load[1:])
+            tokens = count_tokens(ids[:3, 1:], 16)
+            routing = solve_routing(placement, tokens, method="uniform")
+            assert_row_is(study.rows[0], routing, solve_routing(placement, tokens), placement)
+            gap_of_layers.append(study.rows[0].gap_mean)
+    assert len(set(gap_of_layers)) == 2
+    study = optimality_gap(
+        token_trace(ids), **SMALL, methods=["metro"], draft_layers=1, place_on=other
+    )
+    placement = placed(other[1:2])
+    tokens = count_tokens(ids[:3, 1:2], 16)
+    routing = solve_routing(placement, tokens, method="metro")
+    assert_row_is(study.rows[0], routing, solve_routing(placement, tokens), placement)
+
+
+def test_what_is_no_load_to_place_on_is_refused(ids: Ids) -> None:
+    """A list of layers that is none, and a load that is not finite."""
+    for place_on, message in (([1, 2, 3], "shape"), (np.full((3, 16), np.nan), "layer 0")):
+        with pytest.raises(InvalidTokensError, match=message):
+            optimality_gap(token_trace(ids), **SMALL, place_on=place_on)
 
 
 def test_slots_fill_every_gpu(workload: Workload) -> None:
@@ -269,7 +310,12 @@ def test_redundant_slots_must_divide(workload: Workload) -> None:
         ({"draft_layers": 3}, "the traffic has 3 layers"),
         ({"tokens": 0}, "at least 1"),
         ({"steps": 0}, "at least 1"),
+        ({"gpus": []}, "no deployment to try"),
+        ({"replication": []}, "no deployment to try"),
+        ({"redundant": []}, "no deployment to try"),
         ({"methods": ["metr0"]}, "unknown method"),
+        ({"methods": []}, r"methods is \[\]; expected a list"),
+        ({"methods": "metro"}, "methods is 'metro'; expected a list"),
         ({"objective": "speed"}, "unknown objective"),
         ({"methods": ["flow"]}, "solves the objective tokens only"),
         ({"placer": "none"}, "unknown placement method"),
@@ -307,6 +353,15 @@ def test_instances_are_methods(workload: Workload) -> None:
 # What a study writes
 
 
+def test_answers_that_were_not_proven_are_told(workload: Workload) -> None:
+    """An engine stopped at once keeps METRO's answers, which it has proven nowhere."""
+    pytest.importorskip("highspy")
+    study = optimality_gap(workload, **SMALL, methods=["highs", "metro"], stop=TimeLimit(0.0))
+    engine, metro = study.rows
+    assert (engine.exact, engine.proven, engine.unsolved) == (True, 0, 0)
+    assert (engine.gap_mean, engine.makespan) == (metro.gap_mean, metro.makespan)
+
+
 def test_json_holds_the_whole_study(workload: Workload) -> None:
     """Reading it back gives the study."""
     study = optimality_gap(workload, **SMALL)
@@ -323,7 +378,9 @@ def test_problems_without_an_answer_are_counted(workload: Workload) -> None:
     )
     engine, metro = study.rows
     assert (engine.problems, engine.unsolved) == (0, metro.problems)
-    assert np.isnan(engine.gap_mean)
+    assert np.isnan([engine.gap_mean, engine.makespan, engine.activated, engine.proven]).all()
+    assert (engine.exact, metro.exact) == (True, False)
+    assert engine.microseconds > 0
     assert metro.unsolved == 0
     assert json.loads(study.to_json())["rows"][0]["gap_mean"] is None
 
@@ -336,8 +393,9 @@ def test_csv_holds_the_rows(workload: Workload) -> None:
     assert list(read[0]) == names
     for text, row in zip(read, study.rows, strict=True):
         assert text["method"] == row.method
+        assert text["exact"] == str(row.exact)
         for name in names:
-            if name != "method":
+            if name not in ("method", "exact"):
                 assert float(text[name]) == getattr(row, name)
 
 

@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
+from eplb_opt import _core
 from eplb_opt.errors import InfeasibleError, InvalidPlacementError, InvalidTokensError
 from eplb_opt.placement import Placement
 from eplb_opt.placers import DeepSeek, placement_methods
 from eplb_opt.placing import PlacementPlan, as_load, solve_placement
+from eplb_opt.status import Status
 
 Load = NDArray[np.float64]
 
@@ -79,6 +81,12 @@ def test_the_plan_measures_its_placement(load: Load, gpus: int, extra: int) -> N
     loaded = load.any(axis=1)
     assert plan.balance[loaded] == pytest.approx(plan.bound[loaded] / plan.makespan[loaded])
     assert (plan.balance[~loaded] == 1).all()
+    assert plan.status.tolist() == [
+        Status.OPTIMAL if makespan <= bound else Status.FEASIBLE
+        for makespan, bound in zip(plan.makespan, plan.bound, strict=True)
+    ]
+    gpus_of_slots = plan.placement.slots.reshape(-1, per_gpu).tolist()
+    assert plan.duplicates == sum(per_gpu - len(set(slots)) for slots in gpus_of_slots)
 
 
 @given(LOADS, st.integers(1, 6), st.integers(0, 5))
@@ -90,8 +98,9 @@ def test_every_slot_is_filled_and_every_expert_placed(load: Load, gpus: int, ext
     assert (placement.copies >= 1).all()
     largest = (load / placement.copies).max(axis=1, keepdims=True)
     # No expert could give up a copy and stay at or below the largest load per copy, strictly.
-    spare = placement.copies > 1
-    assert (load[spare] / (placement.copies[spare] - 1) >= (largest * spare)[spare] - 1e-9).all()
+    several = placement.copies > 1
+    fewer = load[several] / (placement.copies[several] - 1)
+    assert (fewer >= (largest * several)[several] - 1e-9).all()
 
 
 @given(LOADS, st.integers(1, 6), st.integers(0, 5))
@@ -134,7 +143,7 @@ def test_same_load_same_plan(load: Load) -> None:
 # --- worked examples ---
 
 
-def test_the_hottest_expert_gets_the_spare_slots() -> None:
+def test_the_hottest_expert_gets_the_redundant_slots() -> None:
     """90, 10, 10, 10 on 2 x 3 slots: three copies of the first, two of them on one GPU."""
     plan = solve_placement([90, 10, 10, 10], num_gpus=2, slots_per_gpu=3)
     assert plan.placement.copies.tolist() == [[3, 1, 1, 1]]
@@ -146,6 +155,24 @@ def test_balance_is_mean_over_max_per_layer() -> None:
     """100 and 200 on one GPU each balance to 0.75 in every layer."""
     plan = solve_placement([[100, 200], [200, 100]], num_gpus=2, slots_per_gpu=1)
     assert plan.balance.tolist() == [0.75, 0.75]
+    assert plan.status.tolist() == [Status.FEASIBLE, Status.FEASIBLE]
+
+
+def test_a_makespan_at_the_bound_is_optimal() -> None:
+    """Perfect balance is proven by the mean; the status has the axes of the makespan."""
+    plan = solve_placement([[1, 1, 2], [0, 0, 0], [9, 3, 1]], num_gpus=2, slots_per_gpu=2)
+    assert plan.status.tolist() == [Status.OPTIMAL, Status.OPTIMAL, Status.FEASIBLE]
+    assert plan.status.dtype == np.int8
+    alone = solve_placement([1, 1, 2], num_gpus=2, slots_per_gpu=2)
+    assert (alone.status.shape, int(alone.status)) == ((), Status.OPTIMAL)
+
+
+def test_copies_that_share_a_gpu_are_counted() -> None:
+    """Three copies of an expert on one GPU are two duplicates; layers add up."""
+    plan = solve_placement([[9, 1], [9, 1]], num_gpus=1, slots_per_gpu=4)
+    assert plan.placement.slots.tolist() == [[[0, 0, 0, 1]]] * 2
+    assert plan.duplicates == 4
+    assert solve_placement([[1, 1]], num_gpus=2, slots_per_gpu=1).duplicates == 0
 
 
 @pytest.mark.parametrize("shape", [(4, 2), (3, 4), (1, 9), (8, 1)])
@@ -167,7 +194,7 @@ def test_one_layer_without_load() -> None:
 
 
 def test_one_hot_load() -> None:
-    """All spare slots go to the only expert with load; its copies go to different GPUs first."""
+    """Redundant slots go to the only expert with load; its copies go to different GPUs first."""
     plan = solve_placement([0, 12, 0, 0], num_gpus=4, slots_per_gpu=2)
     assert plan.placement.copies.tolist() == [[1, 5, 1, 1]]
     assert plan.placement.candidates.tolist() == [[1, 4, 1, 1]]
@@ -263,6 +290,9 @@ def test_recorded_loads(recorded_load: Callable[[str], NDArray[np.int64]]) -> No
         (["1"], "not <U1"),
         ([None], "not object"),
         ([1j], "not complex128"),
+        ([[1], [1, 2]], "load has rows of different lengths"),
+        ([1e308] * 4, "the loads have no finite sum; scale them down"),
+        ([[1.0, 1.0], [1.7e308, 1.7e308]], "the loads of layer 1 have no finite sum"),
     ],
 )
 def test_bad_loads_are_refused(load: Any, message: str) -> None:
@@ -280,23 +310,64 @@ def test_fewer_slots_than_experts() -> None:
     assert solve_placement(np.ones(256), num_gpus=3, slots_per_gpu=86).placement.num_experts == 256
 
 
-@pytest.mark.parametrize(("gpus", "slots"), [(0, 4), (4, 0), (-1, 4)])
-def test_sizes_must_be_positive(gpus: int, slots: int) -> None:
+@pytest.mark.parametrize(
+    ("gpus", "slots", "message"),
+    [
+        (0, 4, "num_gpus must be at least 1, not 0"),
+        (-1, 4, "num_gpus must be at least 1, not -1"),
+        (4, 0, "slots_per_gpu must be at least 1, not 0"),
+    ],
+)
+def test_sizes_must_be_positive(gpus: int, slots: int, message: str) -> None:
     """No GPUs or no slots are refused by name."""
-    with pytest.raises(ValueError, match="num_gpus and slots_per_gpu must be at least 1"):
+    with pytest.raises(ValueError, match=message):
         solve_placement([1, 1], num_gpus=gpus, slots_per_gpu=slots)
 
 
-def test_too_many_gpus() -> None:
-    """Beyond the supported GPUs the placement says so."""
-    with pytest.raises(InvalidPlacementError, match="1025 GPUs; at most 1024"):
-        solve_placement([1, 1], num_gpus=1025, slots_per_gpu=1)
+@pytest.mark.parametrize("size", [2.0, "2", None, [2]])
+def test_sizes_must_be_integers(size: Any) -> None:
+    """Floats and other things are refused by name; numpy's integers are integers."""
+    with pytest.raises(TypeError, match="num_gpus must be an integer, not"):
+        solve_placement([1, 1], num_gpus=size, slots_per_gpu=2)
+    with pytest.raises(TypeError, match="slots_per_gpu must be an integer, not"):
+        solve_placement([1, 1], num_gpus=2, slots_per_gpu=size)
+    two: Any = np.uint8(2)
+    assert solve_placement([1, 1], num_gpus=two, slots_per_gpu=two).placement.num_gpus == 2
+
+
+class NoPlacer:
+    """A placer that must not be called."""
+
+    summary: ClassVar[str] = "none"
+
+    def place(self, load: Load, num_gpus: int, slots_per_gpu: int) -> NDArray[np.int32]:
+        """Fail."""
+        raise AssertionError("the work was begun")
+
+
+@pytest.mark.parametrize(
+    ("experts", "gpus", "slots", "message"),
+    [
+        (2, _core.MAX_GPUS + 1, 8, "2 experts per layer on 1025 GPUs; at most .* 1024 GPUs"),
+        (_core.MAX_EXPERTS + 1, 1024, 8, "4097 experts per layer .*; at most 4096 experts"),
+        (2, 1024, 2**22, "1024 x 4194304 slots; physical ids are int32"),
+    ],
+)
+def test_limits_are_checked_before_the_work(
+    experts: int, gpus: int, slots: int, message: str
+) -> None:
+    """More GPUs, experts or slots than are supported are refused before a placer is called."""
+    with pytest.raises(InvalidPlacementError, match=message):
+        solve_placement(np.ones(experts), num_gpus=gpus, slots_per_gpu=slots, method=NoPlacer())
 
 
 def test_an_unknown_method_lists_the_known() -> None:
     """A misspelt method is an error that names the methods; each has a line that describes it."""
     with pytest.raises(ValueError, match=r"unknown placement method 'deepsek'; known: deepseek"):
         solve_placement([1], num_gpus=1, slots_per_gpu=1, method="deepsek")
+    for wrong in (DeepSeek, 3, None):
+        with pytest.raises(TypeError, match="method must be a name or an instance of a method"):
+            solve_placement([1], num_gpus=1, slots_per_gpu=1, method=wrong)  # type: ignore[arg-type]
     methods = placement_methods()
     assert "deepseek" in methods
     assert all(methods.values())

@@ -579,8 +579,8 @@ def test_summary_without_bound_or_tokens() -> None:
     nothing = solve_routing(placement, [0, 0]).summary()
     assert (nothing.gap, nothing.balance, nothing.tokens_per_activated) == (0, 1, 0)
     none = solve_routing(placement, np.zeros((0, 2), int)).summary()
-    assert (none.problems, none.unsolved, none.makespan, none.gap) == (0, 0, 0, 0)
-    assert math.isnan(none.balance)
+    assert (none.problems, none.unsolved) == (0, 0)
+    assert all(map(math.isnan, (none.makespan, none.gap, none.balance)))
 
 
 def test_gap_of_a_useless_bound() -> None:
@@ -694,3 +694,18 @@ def test_sources_must_be_counts_that_agree() -> None:
             source_tokens=[[1, 1], [0, 0]],
             topk_ids=[[[0]], [[1]]],
         )
+
+
+def test_a_summary_leaves_out_what_is_unsolved() -> None:
+    """Of two problems one has no answer: the figures are the other's; of none, they are NaN."""
+    routing = solve_routing(Placement([[0, 1], [0, 2]]), [[3, 1, 0], [1, 1, 1]])
+    routing.tokens[1], routing.activated[1], routing.status[1] = 0, 0, Status.UNSOLVED
+    routing.makespan[1] = math.nan
+    summary = routing.summary()
+    alone = solve_routing(routing.placement, [[3, 1, 0]]).summary()
+    assert (summary.problems, summary.unsolved) == (1, 1)
+    assert summary.makespan == alone.makespan == 1
+    assert (summary.live_experts, summary.time_max, summary.gap) == (2, 1, 0)
+    routing.status[0] = Status.UNSOLVED
+    assert math.isnan(routing.summary().makespan)
+    assert math.isnan(routing.summary().gap)

@@ -271,6 +271,12 @@ def test_a_sum_past_int64_is_refused(steps: int) -> None:
     assert LoadTrace(tokens[:1]).load()[1, 2] == LARGEST
 
 
+def test_a_negative_sum_is_refused() -> None:
+    """The counts of a hand-made trace are not checked; a sum below 0 names layer and expert."""
+    with pytest.raises(InvalidTokensError, match="layer 1, expert 0: a count is negative, or"):
+        LoadTrace(np.array([[[1, 2], [-3, 4]]])).load()
+
+
 def test_large_files_stay_on_disk(tmp_path: Path) -> None:
     """Reading and summing 2,000 x 61 x 256 int32 steps allocates a small part of their size."""
     path = tmp_path / "trace.npy"
@@ -443,7 +449,7 @@ def test_pickles_are_never_executed(tmp_path: Path, suffix: str) -> None:
     [
         ({}, "", "arrays found: none"),
         ({"routes": np.array([[1]])}, "", "arrays found: routes"),
-        ({"topk": np.array([[1]]), "counts": np.array([[1]])}, "", "exactly one of"),
+        ({"topk": np.array([[1]]), "counts": np.array([[1]])}, "", "exactly one array of"),
         ({"topk": np.array([1, 2])}, "topk", "expected integers [tokens, layers, k]"),
         ({"topk": np.array(1)}, "topk", "expected integers"),
         ({"topk": np.array([[0.5]])}, "topk", "float64"),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from eplb_opt import workload as module
 from eplb_opt.errors import InvalidTokensError
+from eplb_opt.trace import TokenTrace, read_trace
 from eplb_opt.workload import MODEL_SHAPES, Workload, model_shape
 
 LOAD = [[900, 50, 0, 20, 400, 30], [0, 0, 0, 0, 0, 0], [7, 8, 9, 8, 7, 9]]
@@ -280,10 +281,10 @@ def test_a_recorded_load_is_drawn_as_it_is(shared_data: Path, name: str) -> None
 
 def test_generations_share_experts_as_recorded_ones_do(shared_data: Path) -> None:
     """Runs of one generation against mixed tokens: the ratio of live experts is gpt-oss-20b's."""
-    with np.load(shared_data / "gpt_oss_20b" / "routes.npz") as routes:
-        topk, generation = routes["topk"].astype(np.int32), routes["generation"]
-    load = [np.bincount(topk[:, layer].ravel(), minlength=32) for layer in range(24)]
-    mixed = Workload.from_load(load, top_k=4)
+    trace = read_trace(shared_data / "gpt_oss_20b" / "routes.npz")
+    assert isinstance(trace, TokenTrace)
+    topk, generation = trace.topk_ids.astype(np.int32), trace.generation
+    mixed = Workload.from_load(trace.load(), top_k=4)
     np.testing.assert_allclose(
         peaks(Workload.preset("gpt-oss-20b").popularity), peaks(mixed.popularity), rtol=0.005
     )
@@ -338,6 +339,12 @@ def test_a_load_of_another_kind_is_refused(load: npt.ArrayLike) -> None:
     """Anything but numbers [layers, experts] is an error that says so."""
     with pytest.raises(InvalidTokensError, match=r"load is .*expected numbers \[layers, experts\]"):
         Workload.from_load(load, top_k=1)
+
+
+def test_a_ragged_load_is_refused() -> None:
+    """Layers of different numbers of experts, by name and not in numpy's words."""
+    with pytest.raises(InvalidTokensError, match="load has rows of different lengths"):
+        Workload.from_load([[1, 2], [3]], top_k=1)
 
 
 def test_a_layer_with_too_few_experts_is_named() -> None:

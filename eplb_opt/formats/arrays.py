@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from eplb_opt.errors import FormatError
 from eplb_opt.formats.counts import checked_counts, stack_rows
-from eplb_opt.formats.parsing import parsing
+from eplb_opt.formats.npy import map_npy, open_npz
+from eplb_opt.formats.parsing import parsing, the_one
 
 __all__ = ["COUNT_KEYS", "GENERATION_KEY", "TOPK_KEYS", "read_csv", "read_npy", "read_npz"]
 
@@ -35,13 +34,7 @@ def read_npy(path: Path) -> npt.NDArray[np.integer]:
     FormatError
         When the file is not one whole array of counts; Python objects in it are never loaded.
     """
-    with parsing(path):
-        counts = np.lib.format.open_memmap(path, mode="r")
-    surplus = path.stat().st_size - counts.offset - counts.nbytes
-    if surplus:
-        problem = f"{surplus} bytes follow the array; save all steps as one array"
-        raise FormatError(path, "", problem)
-    return checked_counts(path, "", np.asarray(counts))
+    return checked_counts(path, "", map_npy(path))
 
 
 def read_npz(path: Path) -> tuple[str, npt.NDArray[Any], npt.NDArray[Any] | None]:
@@ -62,18 +55,12 @@ def read_npz(path: Path) -> tuple[str, npt.NDArray[Any], npt.NDArray[Any] | None
         When the archive holds none or several of the known names, or is damaged; Python objects in
         it are never loaded.
     """
-    with path.open("rb") as file, parsing(path), zipfile.ZipFile(file) as archive:
-        names = [name.removesuffix(".npy") for name in archive.namelist()]
-        known = [name for name in (*TOPK_KEYS, *COUNT_KEYS) if name in names]
-        if len(known) != 1:
-            expected = (
-                f"one of {', '.join(TOPK_KEYS)} (top-k ids) or {', '.join(COUNT_KEYS)} (counts)"
-            )
-            found = ", ".join(names[:8]) or "none"
-            raise FormatError(path, "", f"expected exactly {expected}; arrays found: {found}")
-        array = member(path, archive, known[0])
-        generation = member(path, archive, GENERATION_KEY) if GENERATION_KEY in names else None
-        return known[0], array, generation
+    expected = f"{', '.join(TOPK_KEYS)} (top-k ids) or {', '.join(COUNT_KEYS)} (counts)"
+    with open_npz(path) as archive:
+        key = the_one(path, "array", archive.names, (*TOPK_KEYS, *COUNT_KEYS), expected)
+        array = archive.read(key)
+        generation = archive.read(GENERATION_KEY) if GENERATION_KEY in archive.names else None
+        return key, array, generation
 
 
 def read_csv(path: Path) -> npt.NDArray[np.int64]:
@@ -96,14 +83,6 @@ def read_csv(path: Path) -> npt.NDArray[np.int64]:
         return f"{row}, column {expert + 1}"
 
     return stack_rows(path, _csv_rows(path), cell)
-
-
-def member(path: Path, archive: zipfile.ZipFile, name: str) -> npt.NDArray[Any]:
-    with parsing(path, lambda: name), archive.open(f"{name}.npy") as member:
-        try:
-            return np.lib.format.read_array(member, allow_pickle=False)
-        except MemoryError as error:  # in an archive, the header alone says how much to allocate
-            raise FormatError(path, name, str(error)) from error
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, str, list[Any]]]:

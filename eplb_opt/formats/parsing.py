@@ -1,15 +1,16 @@
-"""The one place where a parser's own errors become `FormatError`."""
+"""What the readers share: parsers' own errors made `FormatError`, and finding names in a file."""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from eplb_opt.errors import EplbError, FormatError
 
-__all__ = ["parsing"]
+__all__ = ["parsing", "the_one", "top_level_keys"]
 
 
 @contextmanager
@@ -44,6 +45,51 @@ def parsing(path: Path, locate: Callable[[], str] = lambda: "") -> Iterator[None
         raise _format_error(path, locate(), error) from error
     except Exception as error:
         raise _format_error(path, locate(), error) from error
+
+
+def the_one(
+    path: Path, what: str, names: Sequence[str], known: Sequence[str], expected: str = ""
+) -> str:
+    """Return the one known name among those of a file.
+
+    Parameters
+    ----------
+    path
+        The file, for errors.
+    what
+        What bears the names: ``"array"`` or ``"key"``.
+    names, known
+        Names in the file, and those that a reader knows.
+    expected
+        The known names in words; by default in a row.
+
+    Raises
+    ------
+    FormatError
+        When there is none of them, or more than one.
+    """
+    there = [name for name in known if name in names]
+    if len(there) != 1:
+        found = ", ".join(names[:8]) or "none"
+        expected = expected or ", ".join(known)
+        problem = f"expected exactly one {what} of {expected}; {what}s found: {found}"
+        raise FormatError(path, "", problem)
+    return there[0]
+
+
+def top_level_keys(events: Iterator[tuple[str, Any]]) -> Iterator[str]:
+    """Yield the keys of a JSON file's outermost object, as its events (`ijson`) come by.
+
+    What is left unread of the keys' values is skipped.
+    """
+    depth = 0
+    for event, value in events:
+        if event in ("start_map", "start_array"):
+            depth += 1
+        elif event in ("end_map", "end_array"):
+            depth -= 1
+        elif event == "map_key" and depth == 1:
+            yield value
 
 
 def _format_error(path: Path, place: str, error: Exception) -> FormatError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import reprlib
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,9 +15,8 @@ import numpy.typing as npt
 
 from eplb_opt import _core
 from eplb_opt.errors import FormatError, InvalidPlacementError
-from eplb_opt.formats.arrays import member
-from eplb_opt.formats.parsing import parsing
-from eplb_opt.formats.sglang import top_level_keys
+from eplb_opt.formats.npy import map_npy, open_npz
+from eplb_opt.formats.parsing import parsing, the_one, top_level_keys
 from eplb_opt.placement import EMPTY, Placement
 
 __all__ = ["holds_placement", "read_placement"]
@@ -128,10 +126,10 @@ def holds_placement(path: str | os.PathLike[str]) -> bool:
     path = Path(path)
     suffix = path.suffix.lower()
     if suffix == ".npy":
-        return _can_be_slots(_bare_array(path))
+        return _can_be_slots(map_npy(path))
     if suffix == ".npz":
-        with path.open("rb") as file, parsing(path), zipfile.ZipFile(file) as archive:
-            return any(f"{name}.npy" in archive.namelist() for name in _ARRAYS)
+        with open_npz(path) as archive:
+            return any(name in archive.names for name in _ARRAYS)
     if suffix == ".json":
         with path.open("rb") as file, parsing(path):
             return any(key in (_MAP, _ASCEND) for key in top_level_keys(ijson.basic_parse(file)))
@@ -148,15 +146,6 @@ def _placement(
     return Placement(array, num_experts)
 
 
-def _bare_array(path: Path) -> _Array:
-    with parsing(path):
-        array = np.lib.format.open_memmap(path, mode="r")
-    surplus = path.stat().st_size - array.offset - array.nbytes
-    if surplus:
-        raise FormatError(path, "", f"{surplus} bytes follow the array; save one array per file")
-    return np.asarray(array)
-
-
 def _can_be_slots(array: _Array) -> bool:
     if array.dtype == np.bool_:
         return True
@@ -171,21 +160,20 @@ def _can_be_slots(array: _Array) -> bool:
 
 
 def _read_npy(path: Path) -> tuple[str, _Array]:
-    return "", _bare_array(path)
+    return "", map_npy(path)
 
 
 def _read_npz(path: Path) -> tuple[str, _Array]:
-    with path.open("rb") as file, parsing(path), zipfile.ZipFile(file) as archive:
-        names = [name.removesuffix(".npy") for name in archive.namelist()]
-        name = _the_one(path, "array", _ARRAYS, names)
-        return name, member(path, archive, name)
+    with open_npz(path) as archive:
+        name = the_one(path, "array", archive.names, _ARRAYS)
+        return name, archive.read(name)
 
 
 def _read_json(path: Path) -> tuple[str, _Array]:
     with parsing(path):
         content = json.loads(path.read_bytes(), object_pairs_hook=_without_repeats)
     names = list(content) if isinstance(content, dict) else []
-    name = _the_one(path, "key", (_MAP, _ASCEND), names)
+    name = the_one(path, "key", names, (_MAP, _ASCEND))
     if name == _ASCEND:
         return name, _ascend_slots(path, content)
     table = _value(path, "", content, _MAP, list)
@@ -267,16 +255,6 @@ def _ids(path: Path, place: str, values: object) -> npt.NDArray[np.int32]:
             expected = f"an expert id below {_core.MAX_EXPERTS}, or -1 for an empty slot"
             raise FormatError(path, f"{place}[{i}]", f"{reprlib.repr(value)}; expected {expected}")
     return np.array(values, dtype=np.int32)
-
-
-def _the_one(path: Path, what: str, known: tuple[str, ...], names: list[str]) -> str:
-    """Return the one known name among those of a file."""
-    there = [name for name in known if name in names]
-    if len(there) != 1:
-        found = ", ".join(names[:8]) or "none"
-        problem = f"expected exactly one {what} of {', '.join(known)}; {what}s found: {found}"
-        raise FormatError(path, "", problem)
-    return there[0]
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

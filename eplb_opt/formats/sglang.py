@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from eplb_opt.errors import FormatError, SolverUnavailableError
 from eplb_opt.formats.counts import checked_counts, stack_rows
-from eplb_opt.formats.parsing import parsing
+from eplb_opt.formats.parsing import parsing, top_level_keys
 
 __all__ = ["read_json", "read_pt"]
 
@@ -126,18 +126,6 @@ def _rows(path: Path, file: BinaryIO) -> Iterator[tuple[int, str, list[Any]]]:
             raise _no_key(path, others)
         if _KEY in keys:
             raise FormatError(path, _KEY, "this key occurs twice")
-
-
-def top_level_keys(events: _Events) -> Iterator[str]:
-    """Yield the keys of the outermost object; what is left unread of their values is skipped."""
-    depth = 0
-    for event, value in events:
-        if event in ("start_map", "start_array"):
-            depth += 1
-        elif event in ("end_map", "end_array"):
-            depth -= 1
-        elif event == "map_key" and depth == 1:
-            yield value
 
 
 def _rows_of_list(

@@ -14,12 +14,33 @@ _METHODS: Mapping[str, type[PlacementMethod]] = MappingProxyType({"deepseek": De
 
 
 def placement_methods() -> dict[str, str]:
-    """Return one line on each placement method, by name."""
+    """Return one line on each placement method, by name.
+
+    Examples
+    --------
+    >>> print(placement_methods()["deepseek"])
+    DeepSeek EPLB, global: replicate the hottest, pack the heaviest first
+    """
     return {name: method.summary for name, method in _METHODS.items()}
 
 
 def resolve_placer(method: str | PlacementMethod) -> PlacementMethod:
-    """Return the placement method that a name or an instance stands for."""
+    """Return the placement method that a name or an instance stands for.
+
+    Raises
+    ------
+    ValueError
+        An unknown name; the message lists the known.
+    TypeError
+        Neither a name nor an instance of a method.
+
+    Examples
+    --------
+    >>> resolve_placer("deepseek")
+    DeepSeek()
+    """
+    if isinstance(method, type) or not (isinstance(method, str) or hasattr(method, "place")):
+        raise TypeError(f"method must be a name or an instance of a method, not {method!r}")
     if not isinstance(method, str):
         return method
     if method not in _METHODS:

@@ -15,14 +15,25 @@ from eplb_opt import _core
 class DeepSeek:
     """EPLB's global form: replicate the hottest per copy, pack the heaviest first.
 
-    Every spare slot gives one more copy to the expert with the largest load per copy; the replicas
-    then go, heaviest first, to the lightest GPU with a free slot (github.com/deepseek-ai/EPLB).
-    Ties are settled by fewer copies, then lower ids. Faithful in that nothing keeps two copies of
-    an expert off one GPU.
+    Every redundant slot gives one more copy to the expert with the largest load per copy; the
+    replicas then go, heaviest first, to the lightest GPU with a free slot (``eplb.py`` of
+    github.com/deepseek-ai/EPLB). Ties are settled by fewer copies, then lower ids.
+
+    Up to ties and rounding (the original calculates in float32, and leaves ties to PyTorch) the
+    GPUs have the loads that the original gives them, and like there nothing keeps two copies of an
+    expert off one GPU. Among equal loads other experts may get the copies, or another place. With
+    one slot per GPU the original packs by id instead of by load: the same loads, on other GPUs.
 
     Notes
     -----
-    O(spare log experts + slots x GPUs) per layer, in the compiled core.
+    O(redundant log experts + slots x GPUs) per layer, in the compiled core.
+
+    Examples
+    --------
+    Both redundant slots go to expert 0, two of whose copies meet on GPU 0:
+
+    >>> DeepSeek().place(np.array([[90.0, 10.0, 10.0, 10.0]]), num_gpus=2, slots_per_gpu=3).tolist()
+    [[[0, 0, 3], [0, 1, 2]]]
     """
 
     summary: ClassVar[str] = "DeepSeek EPLB, global: replicate the hottest, pack the heaviest first"

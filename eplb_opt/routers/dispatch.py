@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb_opt.demand import reject_tokens
 from eplb_opt.errors import InvalidTokensError
 from eplb_opt.placement import Placement
 from eplb_opt.routers.base import Context, Solve, finish
@@ -24,13 +23,22 @@ def send_by_source(placement: Placement, chosen: NDArray[np.int32], name: str) -
     """Return a router whose every source GPU sends an expert's tokens to one replica.
 
     `chosen` is int32 ``[layers, gpus, experts]``: physical ids, -1 for experts without a replica.
+    The function raises `InvalidTokensError` if it is given no tokens by source, or not of all GPUs.
     """
     layers, gpus, experts = chosen.shape
     slots = placement.expert_of.shape[1]
-    target = np.maximum(chosen, 0) + np.arange(layers)[:, None, None] * slots
+    # An expert's only replica has all of its tokens, whoever sends them.
+    layer, expert = np.nonzero(placement.copies == 1)
+    only = placement.logical_to_physical[layer, expert, 0]
+    # For the others: the places (layer, source, expert) in `chosen`, slot by slot, so that the
+    # tokens of a slot are the sum of a segment.
+    split = np.flatnonzero(np.broadcast_to((placement.copies > 1)[:, None], chosen.shape))
+    target = chosen.ravel()[split] + split // (gpus * experts) * slots
+    by_slot = np.argsort(target, kind="stable")
+    places = split[by_slot]
+    used, first = np.unique(target[by_slot], return_index=True)
 
     def solve(tokens: NDArray[np.int64], out: Routing, context: Context) -> None:
-        reject_tokens(placement, tokens)
         by_source = context.source_tokens
         if by_source is None:
             raise InvalidTokensError(
@@ -41,21 +49,25 @@ def send_by_source(placement: Placement, chosen: NDArray[np.int32], name: str) -
             raise InvalidTokensError(
                 f"{name} needs the tokens of all {gpus} source GPUs, not of {by_source.shape[2]}"
             )
-        routed = np.zeros((by_source.shape[0], layers * slots), np.int64)
-        for batch, row in zip(by_source, routed, strict=True):
-            np.add.at(row, target.ravel(), batch.ravel())
+        batches = by_source.shape[0]
+        routed = np.zeros((batches, layers, slots), np.int64)
+        routed[:, layer, only] = tokens.reshape(batches, layers, experts)[:, layer, expert]
+        sent = np.take(by_source.reshape(batches, chosen.size), places, axis=1)
+        routed.reshape(batches, layers * slots)[:, used] = np.add.reduceat(sent, first, axis=1)
         finish(out, routed)
 
     return solve
 
 
 def send_by_token(placement: Placement, pick: PickReplica, name: str) -> Solve:
-    """Return a router that picks a replica for every token and k by its place in the batch."""
+    """Return a router that picks a replica for every token and k by its place in the batch.
+
+    The function raises `InvalidTokensError` if it is given no top-k ids.
+    """
     slots = placement.expert_of.shape[1]
     layer = np.arange(placement.num_layers)[:, None, None, None]
 
     def solve(tokens: NDArray[np.int64], out: Routing, context: Context) -> None:
-        reject_tokens(placement, tokens)
         ids = context.topk_ids
         if ids is None:
             raise InvalidTokensError(

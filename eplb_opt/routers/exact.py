@@ -50,7 +50,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb_opt import _core
-from eplb_opt.demand import reject_tokens
 from eplb_opt.errors import EplbError, SolverUnavailableError
 from eplb_opt.objective import Objective
 from eplb_opt.placement import EMPTY, Placement
@@ -65,6 +64,12 @@ class Pairs(NamedTuple):
     """The pairs of an expert and a GPU that holds it in one layer, by expert, then GPU.
 
     Each array is int64 ``[pairs]``; `slot` is the physical id of the expert's first slot there.
+
+    Examples
+    --------
+    >>> pairs = Pairs.of(Placement([[0, 1], [2, 0]]), layer=0)
+    >>> pairs.expert.tolist(), pairs.gpu.tolist(), pairs.slot.tolist()
+    ([0, 0, 1, 2], [0, 1, 0, 1], [0, 3, 1, 2])
     """
 
     expert: NDArray[np.int64]
@@ -99,6 +104,16 @@ class Program:
         Int64 ``[pairs]``: the pair's expert, as a position in `live`, ascending.
     gpu, slot
         Int64 ``[pairs]``: the pair's GPU, and the physical id of the expert's first slot there.
+
+    Examples
+    --------
+    Only live experts have pairs; two of them share GPU 1 with nobody else able to help:
+
+    >>> placement = Placement([[0, 1], [2, 3]])
+    >>> tokens = np.array([7, 0, 5, 1])
+    >>> program = Program.of(placement, Pairs.of(placement, 0), tokens, Objective("activations"))
+    >>> program.live.tolist(), program.gpu.tolist(), program.counted_bound()
+    ([0, 2, 3], [0, 1, 1], 2)
     """
 
     objective: Objective
@@ -235,7 +250,6 @@ def judge(
 
     def solve(tokens: NDArray[np.int64], out: Routing, context: Context) -> None:
         deadline = math.inf if context.stop is None else time.monotonic() + context.stop.seconds
-        reject_tokens(placement, tokens)
         out.tokens.fill(0)
         if warm_start:
             _core.route_metro(placement.core, tokens, out.core, threads, None)

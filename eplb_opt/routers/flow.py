@@ -30,6 +30,16 @@ class Flow:
     -----
     Each push is an augmenting path of O(candidates); the target rises at most once per GPU set
     that is tight, in practice once or never.
+
+    Examples
+    --------
+    Five tokens of expert 0, on both GPUs, are split so that both GPUs serve four:
+
+    >>> from eplb_opt.routing import solve_routing
+    >>> placement = Placement([[0, 1], [0, 2]])
+    >>> routing = solve_routing(placement, [5, 3, 0], method=Flow(), objective="tokens")
+    >>> routing.tokens.tolist(), float(routing.bound)
+    ([[1, 3], [4, 0]], 4.0)
     """
 
     traits: ClassVar[Traits] = Traits(

@@ -37,6 +37,18 @@ class Matching:
     Notes
     -----
     O(candidates) for the greedy start and O(candidates) for each path; few paths in practice.
+
+    Examples
+    --------
+    Five live experts on four GPUs: one GPU must activate two replicas, but not two of them.
+
+    >>> from eplb_opt.routing import solve_routing
+    >>> placement = Placement([[4, 0], [1, 3], [4, 2], [2, 0]])
+    >>> solve_routing(placement, [1, 1, 1, 1, 1], method="matching").activated
+    array([2, 2, 1, 0])
+    >>> spread = Matching(lexicographic=True)
+    >>> solve_routing(placement, [1, 1, 1, 1, 1], method=spread).activated
+    array([1, 2, 1, 1])
     """
 
     traits: ClassVar[Traits] = Traits(

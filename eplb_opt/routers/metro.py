@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import operator
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,28 +35,67 @@ class Metro:
     order
         ``"expert"``: ascending expert id. ``"random"``: a permutation per layer drawn from `seed`.
         ``"single-copy-first"``: experts with one candidate GPU, which have no choice, before the
-        others. Or the order itself, as a tuple of the expert ids, for all layers.
+        others. Or the order itself, as a sequence of all expert ids, for all layers; it is kept as
+        a tuple.
     seed
-        For ``order="random"``.
+        For ``order="random"``; not negative.
+
+    Raises
+    ------
+    ValueError
+        An unknown name of an order, a negative seed; and from `bind`, ids that are not every expert
+        of the placement once.
+    TypeError
+        An order of what are not integers.
 
     Notes
     -----
     O(candidates) per problem.
+
+    Examples
+    --------
+    Expert 0 takes GPU 0, and expert 1, which has no other, comes second there. The other way round
+    each has a GPU:
+
+    >>> from eplb_opt.routing import solve_routing
+    >>> placement = Placement([[0, 1], [0, 2]])
+    >>> solve_routing(placement, [1, 1, 0], method="metro").activated
+    array([2, 0])
+    >>> solve_routing(placement, [1, 1, 0], method=Metro(order=[1, 0, 2])).activated
+    array([1, 1])
     """
 
     traits: ClassVar[Traits] = Traits(
         "METRO's greedy router (Algorithm 1) in a fixed order", compiled=True
     )
 
-    order: Order | tuple[int, ...] = "expert"
+    order: Order | Sequence[int] | NDArray[np.integer[Any]] = "expert"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if isinstance(self.order, str) and self.order not in get_args(Order):
-            raise ValueError(f"unknown order {self.order!r}; known: {', '.join(get_args(Order))}")
+        known = ", ".join(get_args(Order))
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, not {self.seed}")
+        if isinstance(self.order, str):
+            if self.order not in get_args(Order):
+                raise ValueError(f"unknown order {self.order!r}; known: {known}")
+            return
+        try:
+            ids = tuple(operator.index(expert) for expert in self.order)
+        except TypeError:
+            raise TypeError(
+                f"order must be one of {known}, or a sequence of integers, not {self.order!r}"
+            ) from None
+        object.__setattr__(self, "order", ids)
 
     def bind(self, placement: Placement, objective: Objective, threads: int) -> Solve:
-        """Prepare for a placement and return the function that routes on it."""
+        """Prepare for a placement and return the function that routes on it.
+
+        Raises
+        ------
+        ValueError
+            If an order of one's own does not hold every expert once.
+        """
         core, order = placement.core, self._orders(placement)
         counts_activations = objective.name == "activations"
 
@@ -76,7 +118,18 @@ class Metro:
             return np.random.default_rng(self.seed).permuted(ids, axis=1)
         if self.order == "single-copy-first":
             return np.argsort(placement.candidates > 1, axis=1, kind="stable").astype(np.int32)
-        given = np.asarray(self.order, dtype=np.int32)
-        if not np.array_equal(np.sort(given), np.arange(experts)):
-            raise ValueError(f"order must hold every expert from 0 to {experts - 1} once")
-        return np.tile(given, (layers, 1))
+        _require_every_expert_once(self.order, experts)
+        return np.tile(np.array(self.order, dtype=np.int32), (layers, 1))
+
+
+def _require_every_expert_once(order: Sequence[int] | NDArray[Any], experts: int) -> None:
+    times = Counter(order)
+    wrong = (
+        f"{expert} is {'missing' if times[expert] == 0 else 'repeated'}"
+        for expert in range(experts)
+        if times[expert] != 1
+    )
+    unknown = (f"{expert} is not an expert" for expert in times if not 0 <= expert < experts)
+    problem = next(unknown, None) or next(wrong, None)
+    if problem:
+        raise ValueError(f"order must hold every expert from 0 to {experts - 1} once; {problem}")

@@ -261,7 +261,12 @@ _STDOUT = threading.Lock()
 
 @contextmanager
 def _no_stdout() -> Iterator[None]:
-    """Drop what the process writes to its standard output, below Python too."""
+    """Drop what the process writes to its standard output, below Python too.
+
+    HiGHS prints its banner from C, so that only the file descriptor can hold it back, and on the
+    standard output it would spoil what a program writes there for others to read, as ``eplb-opt gap
+    --json -`` does. The price: what other threads print in the same milliseconds is dropped too.
+    """
     with _STDOUT, open(os.devnull, "wb") as null:
         kept = os.dup(1)
         os.dup2(null.fileno(), 1)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb_opt.demand import reject_tokens
 from eplb_opt.objective import Objective
 from eplb_opt.placement import Placement
 from eplb_opt.routers.base import Context, Solve, Traits, finish
@@ -27,6 +26,15 @@ class Uniform:
     Notes
     -----
     O(slots) per problem, vectorised.
+
+    Examples
+    --------
+    Expert 0's odd token goes to its first replica, expert 1's to its second:
+
+    >>> from eplb_opt.routing import solve_routing
+    >>> solve_routing(Placement([[0, 1], [0, 1]]), [7, 7], method=Uniform()).tokens
+    array([[4, 3],
+           [3, 4]])
     """
 
     traits: ClassVar[Traits] = Traits("equal split over an expert's replicas (EPLB's assumption)")
@@ -40,7 +48,6 @@ class Uniform:
         turn = (placement.replica_index - expert) % copies
 
         def solve(tokens: NDArray[np.int64], out: Routing, _: Context) -> None:
-            reject_tokens(placement, tokens)
             demand = tokens.reshape(-1, placement.num_layers, placement.num_experts)
             share, left = np.divmod(demand[:, layer, expert], copies)
             finish(out, (share + (turn < left)) * filled)

@@ -20,7 +20,25 @@ MULTIPLIER = 2654435769  # 2**32 / golden ratio: Knuth's multiplicative hash
 class VllmHash:
     """vLLM's dispatch: replica ``(row * 2654435769 mod 2**32) mod copies``.
 
-    The row is the token's in its local batch; all k experts of a token share it.
+    The row is the token's in its local batch; all k experts of a token share it. The rule is that
+    of `eplb_map_to_physical_and_record` in
+    ``vllm/model_executor/layers/fused_moe/router/base_router.py`` (vllm-project/vllm). Earlier
+    versions took the place among all rows x k ids, modulo the copies.
+
+    Notes
+    -----
+    Needs `topk_ids`. O(ids) per problem, vectorised.
+
+    Examples
+    --------
+    The hash of rows 0, 1, 2 is even, odd, even:
+
+    >>> from eplb_opt.routing import solve_routing
+    >>> placement = Placement([[0, 1], [0, 2]])
+    >>> ids = [[0, 1], [0, 1], [0, 2]]
+    >>> solve_routing(placement, [3, 2, 1], method=VllmHash(), topk_ids=ids).tokens
+    array([[2, 2],
+           [1, 1]])
     """
 
     traits: ClassVar[Traits] = Traits(

@@ -1,11 +1,11 @@
 // DeepSeek's EPLB placement, global form (github.com/deepseek-ai/EPLB): replicate, then pack.
 //
-// Replicate: every spare slot goes to the expert with the largest load per copy; ties to the expert
+// Replicate: every redundant slot goes to the expert with the largest load per copy; ties to the expert
 // with fewer copies, then the lower id, so that a layer without load is spread evenly. Pack: the
 // replicas by falling load per copy (stable: first copies by id, then the further ones as they were
 // granted) go to the lightest GPU with a free slot, the lowest on a tie. Nothing keeps two copies of
 // an expert off one GPU.
-// Time O((E + R) log(E + R) + P G) for R spare of P slots.
+// Time O((E + R) log(E + R) + P G) for R redundant of P slots.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@ inline void place_deepseek(std::span<const double> load, std::int32_t gpus, std:
     const auto experts = static_cast<std::int32_t>(load.size());
     const std::int32_t physical = gpus * slots_per_gpu;
 
-    struct Next {  // the expert that a spare slot would go to first
+    struct Next {  // the expert that a redundant slot would go to first
         double per_copy;
         std::int32_t copies, expert;
         bool operator<(const Next& o) const {

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -48,8 +49,8 @@ def cold(engine: str) -> str:
 def draw(rng: np.random.Generator, gpus: int, experts: int, most_tokens: int) -> Problem:
     """Draw three batches on one layer: duplicates on a GPU, empty slots, dead experts."""
     per_gpu = -(-int(experts * rng.uniform(1.2, 2.0)) // gpus)
-    spare = rng.integers(-1, experts, gpus * per_gpu - experts)
-    slots = rng.permutation(np.concatenate([np.arange(experts), spare]))
+    others = rng.integers(-1, experts, gpus * per_gpu - experts)
+    slots = rng.permutation(np.concatenate([np.arange(experts), others]))
     live = rng.random((3, experts)) < [[0.9], [0.5], [0.1]]
     tokens = live * rng.integers(1, most_tokens + 1, (3, experts))
     return Problem(Placement(slots.reshape(gpus, per_gpu), experts), tokens)
@@ -242,7 +243,7 @@ def test_missing_package(engine: str, packages: list[str], monkeypatch: pytest.M
         Router(FOUR_GPUS, method=engine)
 
 
-def test_silent_and_imported_late() -> None:
+def test_silent_and_imported_late(tmp_path: Path) -> None:
     """To bind a router imports no engine, and to route writes nothing, from C neither."""
     for package in ("highspy", "ortools", "pulp"):
         pytest.importorskip(package)
@@ -257,9 +258,10 @@ assert not {"highspy", "ortools", "pulp"} & set(sys.modules)
 for router in routers:
     router.route([[4, 4, 4, 4], [1, 0, 7, 0]])
 """
-    # A process of its own, since HiGHS prints its banner once in a process.
+    # A process of its own, since HiGHS prints its banner once in a process; and in another folder,
+    # since -c looks for modules where it runs, and would find the sources, which lack the core.
     run = subprocess.run(
-        [sys.executable, "-c", script, *OBJECTIVES], capture_output=True, text=True
+        [sys.executable, "-c", script, *OBJECTIVES], capture_output=True, text=True, cwd=tmp_path
     )
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
 
@@ -271,7 +273,7 @@ def fake(found: Found) -> Routing:
     """
     objective = Objective("activations")
     solve = judge("fake", lambda *_: found, FOUR_GPUS, objective, 1, warm_start=False)
-    out = Routing.empty(FOUR_GPUS, objective, (1,))
+    out = Router(FOUR_GPUS).allocate((1, 4))
     solve(np.array([[2, 0, 0, 2]]), out, NO_CONTEXT)
     return out
 
@@ -322,7 +324,7 @@ def test_worse_answer_than_the_start() -> None:
     objective = Objective("activations")
     found = Found(np.array([1, 1, 1, 1, 1, 1, 1, 1]), 1.0)
     solve = judge("fake", lambda *_: found, FOUR_GPUS, objective, 1, warm_start=True)
-    out = Routing.empty(FOUR_GPUS, objective, ())
+    out = Router(FOUR_GPUS).allocate((4,))
     solve(np.array([2, 2, 2, 2]), out, NO_CONTEXT)
     assert out.makespan == 1
     assert out.status == Status.OPTIMAL
@@ -337,7 +339,7 @@ def test_time_is_shared_problem_after_problem() -> None:
 
     placement, objective = Placement([[0]]), Objective("activations")
     solve = judge("slow", slow, placement, objective, 1, warm_start=False)
-    out = Routing.empty(placement, objective, (20,))
+    out = Router(placement).allocate((20, 1))
     began = time.monotonic()
     solve(np.ones((20, 1), np.int64), out, Context(stop=TimeLimit(0.2)))
     assert time.monotonic() - began < 1

@@ -120,7 +120,7 @@ def test_certificates_at_every_width(draw_problem: DrawProblem, draw_line: DrawP
         routing = solve_routing(problem.placement, problem.tokens, objective="tokens")
         check_routing(problem.placement, problem.tokens, routing)
         assert (routing.status == Status.OPTIMAL).all()
-        assert routing.certificate.any(axis=-1).all()
+        assert (routing.certificate.any(axis=-1) | (routing.makespan == 0)).all()
         checked += routing.makespan.size
     assert checked >= 3000
 

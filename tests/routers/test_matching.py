@@ -55,7 +55,7 @@ def test_certificates_of_10_000_problems(draw_problem: DrawProblem, draw_line: D
             routing = solve_routing(problem.placement, problem.tokens, method="matching")
             check_routing(problem.placement, problem.tokens, routing)
             assert (routing.status == Status.OPTIMAL).all()
-            assert routing.certificate.any(axis=-1).all()
+            assert (routing.certificate.any(axis=-1) | (routing.makespan == 0)).all()
             checked += routing.makespan.size
     for gpus in LINES:
         problem = draw_line(rng, gpus, batches=50)
@@ -83,7 +83,7 @@ def test_real_files(real_problems: dict[str, Problem]) -> None:
         routing = solve_routing(problem.placement, problem.tokens, method="matching")
         check_routing(problem.placement, problem.tokens, routing)
         assert (routing.status == Status.OPTIMAL).all()
-        assert routing.certificate.any(axis=-1).all()
+        assert (routing.certificate.any(axis=-1) | (routing.makespan == 0)).all()
 
 
 # --- brute force ---

@@ -157,16 +157,41 @@ def test_makespan_in_tokens() -> None:
     [
         ("by-load", "unknown order 'by-load'; known: expert, random, single-copy-first"),
         ("", "unknown order ''"),
-        ((0, 1), "every expert from 0 to 2 once"),
-        ((0, 1, 1), "every expert from 0 to 2 once"),
-        ((0, 1, 3), "every expert from 0 to 2 once"),
-        ((), "every expert from 0 to 2 once"),
+        ((0, 1), "every expert from 0 to 2 once; 2 is missing"),
+        ((0, 1, 1), "every expert from 0 to 2 once; 1 is repeated"),
+        ((0, 1, 2, 2), "every expert from 0 to 2 once; 2 is repeated"),
+        ((0, 1, 3), "every expert from 0 to 2 once; 3 is not an expert"),
+        ((0, 1, 2**40), "every expert from 0 to 2 once; 1099511627776 is not an expert"),
+        ((0, 1, 2, -1), "every expert from 0 to 2 once; -1 is not an expert"),
+        ((), "every expert from 0 to 2 once; 0 is missing"),
     ],
 )
 def test_bad_orders_are_refused(order: Any, message: str) -> None:
     """An unknown name lists the known; a tuple must be a permutation of the experts."""
     with pytest.raises(ValueError, match=message):
         solve_routing(Placement([[0, 1, 2]]), [1, 1, 1], method=Metro(order=order))
+
+
+@pytest.mark.parametrize("order", [[2, 0, 1], np.array([2, 0, 1]), np.array([2, 0, 1], np.uint8)])
+def test_any_sequence_of_ids_is_an_order(order: Any) -> None:
+    """Lists and arrays are kept as a tuple of ints, so that methods compare and hash by value."""
+    method = Metro(order=order)
+    assert method == Metro(order=(2, 0, 1))
+    assert hash(method) == hash(Metro(order=(2, 0, 1)))
+    assert all(type(expert) is int for expert in method.order)
+
+
+@pytest.mark.parametrize("order", [(0.5, 1, 2), (0.0, 1.0, 2.0), 3, None, ("a",), [[0], [1]]])
+def test_an_order_is_made_of_integers(order: Any) -> None:
+    """What is neither a name nor a sequence of integers is refused when the method is made."""
+    with pytest.raises(TypeError, match="order must be one of expert, random, single-copy-first"):
+        Metro(order=order)
+
+
+def test_a_negative_seed_is_refused() -> None:
+    """The error names the option."""
+    with pytest.raises(ValueError, match="seed must not be negative, not -1"):
+        Metro(order="random", seed=-1)
 
 
 def test_bad_tokens_are_refused() -> None:

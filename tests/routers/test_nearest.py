@@ -81,7 +81,8 @@ def test_worked_example() -> None:
 def test_one_node_narrows_nothing() -> None:
     """All replicas on the source's node: the draw decides, and deals them out evenly."""
     placement = Placement([[0], [0], *[[1]] * 8])
-    chosen = choices(placement, Nearest(gpus_per_node=16))[:, 0, 0]
+    chosen = choices(placement, Nearest(gpus_per_node=10**12))[:, 0, 0]
+    assert np.array_equal(chosen, choices(placement, Nearest(gpus_per_node=10))[:, 0, 0])
     assert chosen[:2].tolist() == [0, 1]
     assert sorted(chosen[2:].tolist()) == [0, 0, 0, 0, 1, 1, 1, 1]
 
@@ -132,7 +133,7 @@ def test_counts_of_a_source_stay_together(
         ({"topk_ids": [[0], [1], [2]]}, "tokens of all 2 source GPUs, not of 1"),
         ({"source_tokens": [[1, 1, 1]]}, "tokens of all 2 source GPUs, not of 1"),
         ({"source_tokens": [[1, 1, 0], [0, 0, 0]]}, r"source_tokens holds 0 tokens of expert 2"),
-        ({"source_tokens": [[2, 1, 1], [-1, 0, 0]]}, "negative"),
+        ({"source_tokens": [[2, 1, 1], [-1, 0, 0]]}, r"source_tokens\[1, 0\] is -1"),
         ({"source_tokens": [[1, 1], [0, 0]]}, r"must be int .*3\], not int64 of shape \(2, 2\)"),
         ({"source_tokens": [[1], [1]]}, r"shape \(2, 1\)"),
         ({"source_tokens": [1, 1, 1]}, r"shape \(3,\)"),
@@ -173,3 +174,21 @@ def test_nodes_have_gpus(gpus_per_node: int) -> None:
     placement = Placement([[0, 1], [0, 2]])
     with pytest.raises(ValueError, match="gpus_per_node"):
         Router(placement, method=Nearest(gpus_per_node=gpus_per_node))
+
+
+def test_a_negative_seed_is_refused() -> None:
+    """The error names the option."""
+    with pytest.raises(ValueError, match="seed must not be negative, not -1"):
+        Nearest(seed=-1)
+
+
+def test_experts_draw_on_their_own() -> None:
+    """The draws of experts and layers are different, and every way to deal occurs as often."""
+    per_gpu = np.repeat(np.arange(300)[None], 2, axis=0)
+    slots = np.stack([per_gpu, per_gpu, -np.ones_like(per_gpu), -np.ones_like(per_gpu)], axis=1)
+    placement = Placement(slots)
+    drawn = choices(placement, Nearest())[2:] // 300
+    assert sorted(set(map(tuple, drawn.reshape(2, -1).T.tolist()))) == [(0, 1), (1, 0)]
+    first = drawn[0] == 0
+    assert abs(first.mean() - 0.5) < 0.1
+    assert abs((first[0] == first[1]).mean() - 0.5) < 0.15

@@ -69,6 +69,12 @@ def test_huge_counts_lose_no_token(copies: int) -> None:
         assert np.array_equal(routing.expert_tokens(), tokens)
 
 
+def test_a_negative_seed_is_refused() -> None:
+    """The error names the option."""
+    with pytest.raises(ValueError, match="seed must not be negative, not -1"):
+        solve_routing(Placement([[0]]), [1], method="random:seed=-1")
+
+
 def test_absent_experts_take_no_part() -> None:
     """Experts without replica are passed over unless they have tokens."""
     placement = Placement([[1, -1], [1, -1]], num_experts=3, allow_missing=True)
