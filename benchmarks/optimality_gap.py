@@ -23,7 +23,6 @@ import typer
 from numpy.typing import NDArray
 
 import eplb_opt as eo
-from eplb_opt.demand import reject_tokens
 from eplb_opt.plots import plot_gap
 from eplb_opt.routers import Context, RoutingMethod, Solve, Traits, finish
 
@@ -55,7 +54,6 @@ class OneReplica:
         slot = placement.logical_to_physical[layer, expert, replica[layer, expert]]
 
         def solve(tokens: NDArray[np.int64], out: eo.Routing, _: Context) -> None:
-            reject_tokens(placement, tokens)
             demand = tokens.reshape(-1, layers, placement.num_experts)
             routed = np.zeros((len(demand), layers, slots), np.int64)
             routed[:, layer, slot] = demand[:, layer, expert]

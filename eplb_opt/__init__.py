@@ -10,6 +10,14 @@ array([1, 1, 1, 1])
 
 from importlib.metadata import version as _version
 
+try:
+    from eplb_opt import _core as _core
+except ImportError as error:
+    raise ImportError(
+        f"{__path__[0]} holds the sources only, without the compiled core. To use the installed "
+        "package, start Python in another folder; to use the sources, pip install -e ."
+    ) from error
+
 from eplb_opt.bounds import certified_bound
 from eplb_opt.demand import count_tokens
 from eplb_opt.errors import (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any, NoReturn
 
 import numpy as np
@@ -81,12 +82,16 @@ def count_tokens(topk_ids: ArrayLike, num_experts: int) -> NDArray[np.int64]:
     ------
     InvalidTokensError
         An id below -1 or not below `num_experts`.
+    ValueError
+        No experts.
 
     Examples
     --------
     >>> count_tokens([[0, 2], [2, -1]], num_experts=3)
     array([1, 0, 2])
     """
+    if operator.index(num_experts) < 1:
+        raise ValueError(f"num_experts must be at least 1, not {num_experts}")
     ids = as_topk_ids(topk_ids, num_experts)
     lead = ids.shape[:-2]
     problems, each = math.prod(lead), math.prod(ids.shape[-2:])

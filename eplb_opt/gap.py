@@ -17,8 +17,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from eplb_opt import _core
 from eplb_opt.demand import count_tokens
-from eplb_opt.errors import InvalidTokensError
+from eplb_opt.errors import EplbError, InvalidTokensError
 from eplb_opt.objective import Objective
 from eplb_opt.placement import slots_for
 from eplb_opt.placers import PlacementMethod
@@ -365,8 +366,16 @@ class _Batches:
             part = self.at(begin, min(begin + _STEPS_AT_ONCE, self.steps))[:, self.layers]
             if self.holds_ids:
                 yield count_tokens(part, experts), local_batches(part, gpus)
-            else:
-                yield np.ascontiguousarray(part, dtype=np.int64), None
+                continue
+            wrong = (part < 0) | (part > _core.MAX_TOKENS_PER_EXPERT)
+            if wrong.any():
+                step, layer, expert = (int(i) for i in np.argwhere(wrong)[0])
+                raise InvalidTokensError(
+                    f"step {begin + step}, layer {self.layers[layer]}, expert {expert} has "
+                    f"{part[step, layer, expert]} tokens; counts are 0 to "
+                    f"{_core.MAX_TOKENS_PER_EXPERT}"
+                )
+            yield np.ascontiguousarray(part, dtype=np.int64), None
 
 
 class _Tally:
@@ -403,6 +412,11 @@ class _Tally:
         self._sums["seconds"] += time.perf_counter() - began
 
         answered = out.status != Status.UNSOLVED
+        if (out.makespan < best.makespan)[answered].any():
+            raise EplbError(
+                f"{self.label} answers with less than the proven optimum, so it does not serve "
+                f"every token; eplb_opt.testing.check_routing says which"
+            )
         live = demand > 0
         of_problem = {
             "answered": answered,
@@ -459,7 +473,14 @@ class _Tally:
 
 
 def _opened(traffic: Traffic) -> Workload | LoadTrace | TokenTrace:
-    return read_trace(traffic) if isinstance(traffic, (str, os.PathLike)) else traffic
+    if isinstance(traffic, (str, os.PathLike)):
+        return read_trace(traffic)
+    if not isinstance(traffic, (Workload, LoadTrace, TokenTrace)):
+        raise TypeError(
+            f"traffic must be a Workload, LoadTrace, TokenTrace or a path, not {type(traffic)}; "
+            f"counts [steps, layers, experts] make a LoadTrace"
+        )
+    return traffic
 
 
 def _load_of(

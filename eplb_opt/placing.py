@@ -19,6 +19,8 @@ __all__ = ["PlacementPlan", "as_load", "solve_placement"]
 
 MAX_SLOTS = 2**31 - 1
 
+_ROUNDING = _core.MAX_EXPERTS * 2.0**-52  # between sums of a layer's loads in different orders
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacementPlan:
@@ -55,8 +57,8 @@ class PlacementPlan:
 
     @property
     def status(self) -> NDArray[np.int8]:
-        """Int8, as `makespan`: `Status.OPTIMAL` where makespan meets bound, else `FEASIBLE`."""
-        met = self.makespan <= self.bound
+        """Int8, as `makespan`: `Status.OPTIMAL` where makespan meets bound, to rounding."""
+        met = self.makespan <= self.bound * (1 + _ROUNDING)
         return np.asarray(np.where(met, Status.OPTIMAL, Status.FEASIBLE), dtype=np.int8)
 
     @property
@@ -132,7 +134,7 @@ def solve_placement(
     slots = resolve_placer(method).place(layers, gpus, per_gpu)
     placement = Placement(slots if given.ndim == 2 else slots[0], num_experts=experts)
     makespan = _equal_split(placement, layers).max(axis=-1)
-    bound = layers.sum(axis=-1) / gpus
+    bound = np.minimum(layers.sum(axis=-1) / gpus, makespan)  # they may differ by rounding
     if given.ndim == 1:
         makespan, bound = makespan[0], bound[0]
     return PlacementPlan(placement, np.asarray(makespan), np.asarray(bound))

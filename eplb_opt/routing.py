@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from eplb_opt import _core
 from eplb_opt.demand import as_tokens, as_topk_ids, reject_tokens
-from eplb_opt.errors import InvalidTokensError
+from eplb_opt.errors import EplbError, InvalidTokensError
 from eplb_opt.objective import Objective
 from eplb_opt.placement import Placement
 from eplb_opt.routers import resolve_method
@@ -386,6 +386,11 @@ class Router:
             bad = self._prove(self.placement.core, tokens, out.core, self.threads)
             if bad >= 0:
                 refuse(self.placement, as_tokens(self.placement, tokens), bad)
+            if (out.makespan < out.bound).any():
+                raise EplbError(
+                    f"{self.method!r} answers with less than the proven bound, so it does not "
+                    f"serve every token; eplb_opt.testing.check_routing says which"
+                )
         return out
 
     def __reduce__(self) -> tuple[Any, ...]:

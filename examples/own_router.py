@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from numpy.typing import NDArray
 
 import eplb_opt as eo
-from eplb_opt.demand import reject_tokens
 from eplb_opt.routers import Context, Solve, Traits, finish
 from eplb_opt.testing import Problem, check_routing, problems
 
@@ -31,7 +30,6 @@ class RarestFirst:
         rarest_first = np.argsort(placement.copies, axis=1, kind="stable")
 
         def solve(tokens: NDArray[np.int64], out: eo.Routing, _: Context) -> None:
-            reject_tokens(placement, tokens)
             demands = tokens.reshape(-1, experts)  # layer after layer, batch after batch
             routed = np.zeros((len(demands), placement.expert_of.shape[1]), np.int64)
             for at, demand in enumerate(demands):

@@ -25,9 +25,7 @@ def proven(gpus: list[list[int]], tokens: list[int], members: list[bool], object
     """Count by loops what a set of GPUs proves for one layer."""
     inside = {expert for row, member in zip(gpus, members, strict=True) if member for expert in row}
     outside = {e for row, member in zip(gpus, members, strict=True) if not member for e in row}
-    size = sum(
-        member and any(e >= 0 for e in row) for row, member in zip(gpus, members, strict=True)
-    )
+    size = sum(members)
     confined = inside - outside - {-1}
     count = sum(bool(tokens[e]) if objective == "activations" else tokens[e] for e in confined)
     return math.ceil(count / size) if size and count < 2**50 else -(-count // max(size, 1))

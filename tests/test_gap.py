@@ -16,12 +16,12 @@ import pytest
 
 from eplb_opt import gap
 from eplb_opt.demand import count_tokens
-from eplb_opt.errors import InvalidPlacementError, InvalidTokensError
+from eplb_opt.errors import EplbError, InvalidPlacementError, InvalidTokensError
 from eplb_opt.gap import DEFAULT_METHODS, GapRow, GapStudy, optimality_gap
 from eplb_opt.objective import Objective
 from eplb_opt.placement import Placement
 from eplb_opt.placing import solve_placement
-from eplb_opt.routers import Matching, TimeLimit, Traits
+from eplb_opt.routers import Matching, TimeLimit, Traits, finish
 from eplb_opt.routers.base import Solve
 from eplb_opt.routing import Routing, solve_routing
 from eplb_opt.trace import LoadTrace, TokenTrace
@@ -436,3 +436,38 @@ def test_gpt_oss_routes(shared_data: Path) -> None:
     study = optimality_gap(path, gpus=[8], replication=[1.5], tokens=64, steps=20)
     assert (study.layers, study.batches) == (24, 20)
     assert min(row.gap_mean for row in study.rows[1:]) > 0
+
+
+# What a study refuses
+
+
+class Loses:
+    """A method that serves nothing."""
+
+    traits: ClassVar[Traits] = Traits("serves nothing")
+
+    def bind(self, placement: Placement, objective: Objective, threads: int) -> Solve:
+        """Leave every slot without tokens."""
+        return lambda tokens, out, _: finish(out, np.zeros_like(out.tokens))
+
+
+def test_a_method_below_the_optimum_is_exposed(workload: Workload) -> None:
+    """What is less than the proven optimum cannot serve every token: no row is made of it."""
+    with pytest.raises(EplbError, match="less than the proven optimum"):
+        optimality_gap(workload, **SMALL, methods=[Loses()])
+    with pytest.raises(EplbError, match="less than the proven bound"):
+        solve_routing(Placement([[0, 1], [0, 2]]), [3, 1, 1], method=Loses())
+
+
+def test_wrong_counts_are_named_by_step_and_layer(ids: Ids) -> None:
+    """In the numbers of the trace, dense layers and earlier steps included."""
+    counts = count_tokens(ids, 16)
+    counts[35, 2, 5] = 2**39
+    with pytest.raises(InvalidTokensError, match="step 35, layer 2, expert 5 has 549755813888"):
+        optimality_gap(LoadTrace(counts), gpus=[4], replication=[1.5], methods=["metro"])
+
+
+def test_bare_counts_are_no_traffic() -> None:
+    """An array does not say what its axes are: the error names what does."""
+    with pytest.raises(TypeError, match="make a LoadTrace"):
+        optimality_gap(np.ones((2, 3, 16), int))  # type: ignore[arg-type]

@@ -28,8 +28,8 @@ class Flow:
 
     Notes
     -----
-    Each push is an augmenting path of O(candidates); the target rises at most once per GPU set
-    that is tight, in practice once or never.
+    Each push is an augmenting path, found in O(slots x GPUs / 64); in practice there is about one
+    per GPU, and no new target or one.
 
     Examples
     --------

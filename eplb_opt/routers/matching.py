@@ -36,7 +36,7 @@ class Matching:
 
     Notes
     -----
-    O(candidates) for the greedy start and O(candidates) for each path; few paths in practice.
+    O(candidates) for the greedy start, O(slots x GPUs / 64) for each path; few paths in practice.
 
     Examples
     --------

@@ -29,24 +29,24 @@ class AlternatingPaths {
     std::span<const std::int16_t> search(int from, const GpuSet<W>& light) {
         visited_ = {};
         visited_.insert(from);
-        GpuSet<W> level = visited_;
-        for (int depth = 0; !level.empty(); ++depth) {
-            write(levels_, depth, level);
+        order_[0] = static_cast<std::int16_t>(from);
+        int begin = 0, end = 1;
+        for (int depth = 0; begin < end; ++depth) {
+            level_[depth] = static_cast<std::int16_t>(begin);
             GpuSet<W> next;
-            for (int w = 0; w < W; ++w)
-                for (std::uint64_t rest = level.words[w]; rest != 0; rest &= rest - 1) {
-                    const int gpu = 64 * w + std::countr_zero(rest);
-                    const GpuSet<W> reached = reach(gpu), ends = reached & light;
-                    if (!ends.empty()) {
-                        path_[depth] = static_cast<std::int16_t>(gpu);
-                        path_[depth + 1] = static_cast<std::int16_t>(ends.lowest());
-                        trace_back(depth);
-                        return std::span(path_).first(depth + 2);
-                    }
-                    next |= reached;
+            for (; begin < end; ++begin) {
+                const GpuSet<W> reached = reach(order_[begin]), ends = reached & light;
+                if (!ends.empty()) {
+                    path_[depth] = order_[begin];
+                    path_[depth + 1] = static_cast<std::int16_t>(ends.lowest());
+                    trace_back(depth);
+                    return std::span(path_).first(depth + 2);
                 }
-            level = next - visited_;
-            visited_ |= level;
+                next |= reached;
+            }
+            next = next - visited_;
+            visited_ |= next;
+            next.each([&](int gpu) { order_[end++] = static_cast<std::int16_t>(gpu); });
         }
         return {};
     }
@@ -57,15 +57,6 @@ class AlternatingPaths {
     void changed(int gpu) { known_.erase(gpu); }
 
   private:
-    using Sets = std::array<std::uint64_t, GpuSet<W>::capacity * W>;
-
-    static void write(Sets& sets, int index, const GpuSet<W>& set) {
-        std::copy(set.words.begin(), set.words.end(), sets.begin() + static_cast<std::ptrdiff_t>(index) * W);
-    }
-    static GpuSet<W> read(const Sets& sets, int index) {
-        return GpuSet<W>::read(sets.data() + static_cast<std::size_t>(index) * W);
-    }
-
     // The GPUs that hold an expert served on `gpu`, itself included. Found when first asked for:
     // most searches see few GPUs.
     GpuSet<W> reach(int gpu) {
@@ -75,24 +66,26 @@ class AlternatingPaths {
             const std::int32_t begin = gpu * layer_.slots_per_gpu;
             for (std::int32_t slot = begin; slot < begin + layer_.slots_per_gpu; ++slot)
                 reach.unite_if(layer_.holders_of<W>(slot), routed_[slot] != 0);
-            write(reach_, gpu, reach);
+            std::copy(reach.words.begin(), reach.words.end(), reach_.begin() + gpu * W);
         }
-        return read(reach_, gpu);
+        return known_reach(gpu);
     }
+    GpuSet<W> known_reach(int gpu) const { return GpuSet<W>::read(reach_.data() + gpu * W); }
 
     // Fills in the path before the GPU at `depth`.
     void trace_back(int depth) {
         for (; depth > 0; --depth) {
-            GpuSet<W> before = read(levels_, depth - 1);
-            while (!read(reach_, before.lowest()).contains(path_[depth])) before.erase(before.lowest());
-            path_[depth - 1] = static_cast<std::int16_t>(before.lowest());
+            int before = level_[depth - 1];
+            while (!known_reach(order_[before]).contains(path_[depth])) ++before;
+            path_[depth - 1] = order_[before];
         }
     }
 
     const Layer& layer_;
     const std::int64_t* routed_;
-    Sets reach_;   // by GPU, of those in known_ only
-    Sets levels_;  // by depth, of the last search
+    std::array<std::uint64_t, GpuSet<W>::capacity * W> reach_;  // sets by GPU, of those in known_ only
+    // Of the last search: visited GPUs level by level, where each level begins, and the path.
+    std::array<std::int16_t, GpuSet<W>::capacity> order_, level_;
     std::array<std::int16_t, GpuSet<W>::capacity + 1> path_;
     GpuSet<W> known_, visited_;
 };

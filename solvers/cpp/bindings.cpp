@@ -63,7 +63,6 @@ class Counts {
     Counts& operator=(const Counts&) = delete;
 
     const std::int64_t* data() const { return static_cast<const std::int64_t*>(view_.buf); }
-    std::int64_t size() const { return view_.len / 8; }
     std::int64_t axes() const { return view_.ndim; }
     std::int64_t axis(std::int64_t i) const { return view_.shape[i]; }
 

@@ -4,20 +4,20 @@
 //   1. Experts with one candidate go there. The others, by (number of candidates, expert id), are
 //      poured like water over their candidates: the lightest rise first, to a common level; what
 //      does not divide goes one each to the first by (load before, GPU id).
-//   2. The target is n = max(ceil(total / filled GPUs), largest load of step 1). From each GPU above
-//      n, in ascending order, tokens are pushed along alternating paths to GPUs below n; an edge
-//      uses the expert with the most tokens there, a push is as large as both ends and every edge
-//      allow.
+//   2. The target to start from is n = ceil(total / filled GPUs), its certificate all filled GPUs; or
+//      the largest load of step 1 where that is more, its certificate the lowest GPU that has it. From
+//      each GPU above n, in ascending order, tokens are pushed along alternating paths
+//      (AlternatingPaths::search) to GPUs below n. An edge uses the expert with the most tokens on its
+//      GPU of those that have a replica on the next, the lowest slot on a tie; a push is as large as
+//      both ends and every edge allow.
 //   3. When a GPU above n reaches none below it, the GPUs Q that it reaches hold every replica of
 //      the experts they serve, so no routing gets below ceil(load(Q) / |Q|) > n: that is the new
 //      target (Newton's step on the tight set) and Q its certificate.
 //
 // The answer equals the target when every GPU is at most there. Each push is an augmentation of the
-// max-flow with capacity n at the GPUs; targets rise at most G times.
-//
-// Time: pouring O(sum over experts of candidates^2), as few as those are; a push O(slots of the
-// path's GPUs) after a search of O(slots + GPUs^2 / 64). Their number is that of shortest augmenting
-// paths, O(candidates x GPUs) at worst and about one per GPU in practice.
+// max-flow with capacity n at the GPUs, of at least one token, and each new target is a bound, so both
+// end. Time: pouring O(sum over experts of candidates^2); a push O(slots x GPUs / 64) for its search.
+// In practice there is about one push per GPU, and no new target or one.
 #pragma once
 
 #include <algorithm>

@@ -7,16 +7,18 @@
 //   1. Experts with one candidate go there.
 //   2. The other live experts, by (number of candidates, expert id), go to the candidate GPU with
 //      the smallest (activated, tokens, GPU id).
-//   3. While the fullest GPUs have M > max(ceil(live / filled GPUs), largest count of step 1)
-//      activated: take the lowest such GPU, search an alternating path to a GPU with at most M - 2
-//      (AlternatingPaths::search). Along each edge of the path, from its end, the expert in the
-//      lowest slot that has a replica on the next GPU moves. No path: M is optimal, the GPUs
-//      reached are the certificate.
-//   4. Lexicographic only: the same from every GPU, by falling level M, to GPUs with at most M - 2,
-//      until no path exists. What a closed GPU reaches stays above every later target, so that no
-//      later path passes through it: one pass makes the whole sorted vector optimal.
+//   3. The bound to start from is ceil(live / filled GPUs), its certificate all filled GPUs; or the
+//      largest count of step 1 where that is more, its certificate the lowest GPU that has it. While
+//      the fullest GPUs have M > that bound activated, each of them in ascending order: search an
+//      alternating path to a GPU with at most M - 2 (AlternatingPaths::search). Along each edge of
+//      the path, from its end, the expert in the lowest slot that has a replica on the next GPU
+//      moves. No path: M is optimal, the GPUs reached are the certificate.
+//   4. Lexicographic only: by falling level M, from every GPU that has M, in ascending order and once
+//      each, the same to GPUs with at most M - 2, passing over those without a path. What such a GPU
+//      reaches stays above every later target, so that no later path passes through it: one pass
+//      makes the whole sorted vector optimal. The certificate stays that of step 3.
 //
-// Time: greedy O(candidates); a search O(slots + GPUs^2 / 64); at level M at most live / M paths, in
+// Time: greedy O(candidates); a search O(slots x GPUs / 64); at level M at most live / M paths, in
 // practice few in all.
 #pragma once
 

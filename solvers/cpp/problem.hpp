@@ -25,9 +25,6 @@ constexpr Fill fill_of(std::int64_t tokens) {
     return (static_cast<Fill>(tokens != 0) << kCountShift) + static_cast<Fill>(tokens);
 }
 constexpr std::int64_t activated_in(Fill fill) { return static_cast<std::int64_t>(fill >> kCountShift); }
-constexpr std::int64_t tokens_in(Fill fill) {
-    return static_cast<std::int64_t>(fill & ((Fill{1} << kCountShift) - 1));
-}
 
 // Whether every count is in range and every live expert has a replica.
 inline bool acceptable(const Layer& layer, const std::int64_t* tokens) {
