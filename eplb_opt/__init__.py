@@ -8,8 +8,6 @@ Examples
 array([1, 1, 1, 1])
 """
 
-from importlib.metadata import version as _version
-
 try:
     from eplb_opt import _core as _core
 except ImportError as error:
@@ -40,7 +38,17 @@ from eplb_opt.status import Status
 from eplb_opt.trace import LoadTrace, TokenTrace, read_trace
 from eplb_opt.workload import MODEL_SHAPES, ModelShape, Workload, model_shape
 
-__version__ = _version("eplb-opt")
+__version__: str
+
+
+def __getattr__(name: str) -> str:
+    """Look the version up when it is asked for: reading package metadata slows every start."""
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib.metadata import version
+
+    return version("eplb-opt")
+
 
 __all__ = [
     "MODEL_SHAPES",
