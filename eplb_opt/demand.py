@@ -14,7 +14,9 @@ from eplb_opt.arrays import as_array
 from eplb_opt.errors import InfeasibleError, InvalidTokensError
 from eplb_opt.placement import Placement
 
-__all__ = ["as_tokens", "as_topk_ids", "count_tokens", "reject_tokens"]
+__all__ = ["as_tokens", "as_topk_ids", "count_tokens", "out_of_range", "reject_tokens"]
+
+COUNTS_ALLOWED = f"counts are 0 to {_core.MAX_TOKENS_PER_EXPERT}"
 
 
 def as_tokens(placement: Placement, tokens: ArrayLike) -> NDArray[np.int64]:
@@ -37,8 +39,8 @@ def as_tokens(placement: Placement, tokens: ArrayLike) -> NDArray[np.int64]:
             f"tokens must be {names} ending in {tail} for this placement, "
             f"not of shape {array.shape}"
         )
-    if array.dtype == np.uint64 and array.size and int(array.max()) > _core.MAX_TOKENS_PER_EXPERT:
-        _refuse_counts(placement, array, array > _core.MAX_TOKENS_PER_EXPERT)
+    if array.dtype == np.uint64 and (wrong := out_of_range(array)).any():
+        _refuse_counts(placement, array, wrong)
     return np.require(array, np.int64, ["C", "ALIGNED"])
 
 
@@ -50,7 +52,7 @@ def reject_tokens(placement: Placement, tokens: NDArray[np.int64]) -> None:
     InvalidTokensError, InfeasibleError
         The message names the batch, layer and expert.
     """
-    wrong = (tokens < 0) | (tokens > _core.MAX_TOKENS_PER_EXPERT)
+    wrong = out_of_range(tokens)
     if wrong.any():
         _refuse_counts(placement, tokens, wrong)
     if placement.copies.all():
@@ -61,6 +63,11 @@ def reject_tokens(placement: Placement, tokens: NDArray[np.int64]) -> None:
         raise InfeasibleError(
             f"{_where(placement, stranded)} has tokens but no replica; place it, or drop its tokens"
         )
+
+
+def out_of_range(counts: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
+    """Return where counts of any shape are none that an expert can have in a batch."""
+    return np.asarray((counts < 0) | (counts > _core.MAX_TOKENS_PER_EXPERT))
 
 
 def count_tokens(topk_ids: ArrayLike, num_experts: int) -> NDArray[np.int64]:
@@ -127,10 +134,7 @@ def _refuse_counts(
     placement: Placement, tokens: NDArray[Any], wrong: NDArray[np.bool_]
 ) -> NoReturn:
     value = tokens[tuple(np.argwhere(wrong)[0])]
-    raise InvalidTokensError(
-        f"{_where(placement, wrong)} has {value} tokens; counts are 0 to "
-        f"{_core.MAX_TOKENS_PER_EXPERT}"
-    )
+    raise InvalidTokensError(f"{_where(placement, wrong)} has {value} tokens; {COUNTS_ALLOWED}")
 
 
 def _where(placement: Placement, wrong: NDArray[np.bool_]) -> str:

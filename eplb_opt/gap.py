@@ -17,8 +17,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from eplb_opt import _core
-from eplb_opt.demand import count_tokens
+from eplb_opt.demand import COUNTS_ALLOWED, count_tokens, out_of_range
 from eplb_opt.errors import EplbError, InvalidTokensError
 from eplb_opt.objective import Objective
 from eplb_opt.placement import slots_for
@@ -367,13 +366,12 @@ class _Batches:
             if self.holds_ids:
                 yield count_tokens(part, experts), local_batches(part, gpus)
                 continue
-            wrong = (part < 0) | (part > _core.MAX_TOKENS_PER_EXPERT)
+            wrong = out_of_range(part)
             if wrong.any():
                 step, layer, expert = (int(i) for i in np.argwhere(wrong)[0])
                 raise InvalidTokensError(
                     f"step {begin + step}, layer {self.layers[layer]}, expert {expert} has "
-                    f"{part[step, layer, expert]} tokens; counts are 0 to "
-                    f"{_core.MAX_TOKENS_PER_EXPERT}"
+                    f"{part[step, layer, expert]} tokens; {COUNTS_ALLOWED}"
                 )
             yield np.ascontiguousarray(part, dtype=np.int64), None
 

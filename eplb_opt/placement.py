@@ -14,7 +14,7 @@ from eplb_opt import _core
 from eplb_opt.arrays import as_array
 from eplb_opt.errors import InfeasibleError, InvalidPlacementError
 
-__all__ = ["Placement", "slots_for"]
+__all__ = ["EMPTY", "Placement", "require_slots", "slots_for"]
 
 EMPTY = -1
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from eplb_opt import _core
@@ -127,6 +128,68 @@ def draw_problem() -> Callable[..., Problem]:
         return Problem(placement, counts * (live & (placement.copies > 0)))
 
     return draw
+
+
+@pytest.fixture(scope="session")
+def draw_ids() -> Callable[..., NDArray[np.int64]]:
+    """Draw top-k ids of experts that a placement with layers holds, and -1.
+
+    The function takes a generator, the placement, the shape before the layer axis, and the shape
+    behind it.
+    """
+
+    def draw(
+        rng: np.random.Generator,
+        placement: Placement,
+        lead: tuple[int, ...],
+        local: tuple[int, ...],
+    ) -> NDArray[np.int64]:
+        layers = placement.num_layers
+        ids = rng.integers(-1, placement.num_experts, (*lead, layers, *local))
+        layer = np.arange(layers).reshape(layers, *[1] * len(local))
+        return np.where(placement.copies[layer, np.maximum(ids, 0)] > 0, ids, -1)
+
+    return draw
+
+
+@pytest.fixture(scope="session")
+def rename() -> Callable[[Problem, int, str], Problem]:
+    """Rename a problem's ``"gpus"``, ``"slots"`` within GPUs or ``"experts"``, alike in all layers.
+
+    The function takes the problem, a seed and what to rename.
+    """
+
+    def renamed(problem: Problem, seed: int, what: str) -> Problem:
+        rng = np.random.default_rng(seed)
+        placement = problem.placement
+        slots, tokens = placement.slots, problem.tokens
+        if what == "gpus":
+            slots = slots[..., rng.permutation(placement.num_gpus), :]
+        elif what == "slots":
+            slots = rng.permuted(slots, axis=-1)
+        else:
+            names = rng.permutation(placement.num_experts)
+            slots = np.append(names, EMPTY)[slots]
+            tokens = np.empty_like(tokens)
+            tokens[..., names] = problem.tokens
+        return Problem(Placement(slots, placement.num_experts, allow_missing=True), tokens)
+
+    return renamed
+
+
+@pytest.fixture(scope="session")
+def damage() -> Callable[[st.DataObject, bytes], bytes]:
+    """Change some bytes of a file's content, cut it short or prolong it, as hypothesis draws."""
+
+    def damaged(data: st.DataObject, intact: bytes) -> bytes:
+        content = bytearray(intact)
+        places = st.integers(0, len(content) - 1)
+        for place in data.draw(st.lists(places, max_size=3)):
+            content[place] ^= data.draw(st.integers(1, 255))
+        end = data.draw(st.just(len(content)) | places)
+        return bytes(content[:end]) + data.draw(st.binary(max_size=4))
+
+    return damaged
 
 
 @pytest.fixture(scope="session")

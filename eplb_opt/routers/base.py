@@ -9,9 +9,14 @@ from typing import TYPE_CHECKING, ClassVar, NoReturn, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from eplb_opt import _core
 from eplb_opt.arrays import as_array
-from eplb_opt.demand import as_topk_ids, count_tokens, reject_tokens
+from eplb_opt.demand import (
+    COUNTS_ALLOWED,
+    as_topk_ids,
+    count_tokens,
+    out_of_range,
+    reject_tokens,
+)
 from eplb_opt.errors import InvalidTokensError
 from eplb_opt.objective import Objective
 from eplb_opt.placement import Placement
@@ -94,12 +99,11 @@ class Context:
                     f"source_tokens must be int {list(lead)} + [sources, {experts}], "
                     f"not {given.dtype} of shape {given.shape}"
                 )
-            wrong = (given < 0) | (given > _core.MAX_TOKENS_PER_EXPERT)
+            wrong = out_of_range(given)
             if wrong.any():
                 at = tuple(int(i) for i in np.argwhere(wrong)[0])
                 raise InvalidTokensError(
-                    f"source_tokens{list(at)} is {given[at]}; counts are 0 to "
-                    f"{_core.MAX_TOKENS_PER_EXPERT}"
+                    f"source_tokens{list(at)} is {given[at]}; {COUNTS_ALLOWED}"
                 )
             counted = given.reshape(batches, layers, *given.shape[-2:]).astype(np.int64)
             _require_sum(counted, by_problem, "source_tokens")

@@ -427,15 +427,14 @@ def test_no_bytes_crash_a_reader(folder: Path, suffix: str, content: bytes, magi
 @given(data=st.data())
 @settings(max_examples=80, deadline=None)
 def test_no_damage_crashes_a_reader(
-    folder: Path, suffix: str, intact: bytes, data: st.DataObject
+    damage: Callable[[st.DataObject, bytes], bytes],
+    folder: Path,
+    suffix: str,
+    intact: bytes,
+    data: st.DataObject,
 ) -> None:
     """Valid files with bytes changed, cut short or prolonged."""
-    content = bytearray(intact)
-    places = st.integers(0, len(content) - 1)
-    for place in data.draw(st.lists(places, max_size=3)):
-        content[place] ^= data.draw(st.integers(1, 255))
-    end = data.draw(st.just(len(content)) | places)
-    survives(written(folder, suffix, bytes(content[:end]) + data.draw(st.binary(max_size=4))))
+    survives(written(folder, suffix, damage(data, intact)))
 
 
 def nested(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:

@@ -19,6 +19,7 @@ from eplb_opt.routing import Status, solve_routing
 from eplb_opt.testing import Problem, check_routing, placements, problems
 
 DrawProblem = Callable[..., Problem]
+Rename = Callable[[Problem, int, str], Problem]
 
 # GPUs (least, most), slots, experts, layers, batches, placements: one line for each width of the
 # compiled core's GPU sets (64, 128, 256, 512 and 1,024 GPUs), 10,160 problems in all.
@@ -334,27 +335,10 @@ def test_dead_gpus_do_not_count_in_the_bound() -> None:
 # --- invariances ---
 
 
-def renamed(problem: Problem, seed: int, what: str) -> Problem:
-    """Rename GPUs, slots within GPUs, or experts, the same in all layers."""
-    rng = np.random.default_rng(seed)
-    placement = problem.placement
-    slots, tokens = placement.slots, problem.tokens
-    if what == "gpus":
-        slots = slots[..., rng.permutation(placement.num_gpus), :]
-    elif what == "slots":
-        slots = rng.permuted(slots, axis=-1)
-    else:
-        names = rng.permutation(placement.num_experts)
-        slots = np.append(names, -1)[slots]
-        tokens = np.empty_like(tokens)
-        tokens[..., names] = problem.tokens
-    return Problem(Placement(slots, placement.num_experts, allow_missing=True), tokens)
-
-
 @given(problems(), st.integers(0, 2**32 - 1), st.sampled_from(["gpus", "slots", "experts"]))
-def test_names_do_not_matter(problem: Problem, seed: int, what: str) -> None:
+def test_names_do_not_matter(rename: Rename, problem: Problem, seed: int, what: str) -> None:
     """Renaming GPUs, slots or experts leaves the makespan and the lexicographic vector alone."""
-    other = renamed(problem, seed, what)
+    other = rename(problem, seed, what)
     plain, again = (solve_routing(p.placement, p.tokens) for p in (problem, other))
     assert np.array_equal(plain.makespan, again.makespan)
     best, again = (

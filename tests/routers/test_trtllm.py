@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from eplb_opt.demand import count_tokens
 from eplb_opt.errors import InfeasibleError, InvalidTokensError
@@ -19,7 +20,10 @@ from eplb_opt.trace import TokenTrace
 @pytest.mark.parametrize("shape", [(), (2,), (0,)])
 @pytest.mark.parametrize("sources", [None, 1, 2])
 def test_every_id_has_its_turn(
-    draw_problem: Callable[..., Problem], shape: tuple[int, ...], sources: int | None
+    draw_problem: Callable[..., Problem],
+    draw_ids: Callable[..., NDArray[np.int64]],
+    shape: tuple[int, ...],
+    sources: int | None,
 ) -> None:
     """Sums by slot are those of a loop over ids; the turn starts anew in each local batch."""
     rng = np.random.default_rng(9)
@@ -32,9 +36,7 @@ def test_every_id_has_its_turn(
     ):
         placement = draw_problem(rng, gpus, slots, experts, layers=2).placement
         local = (rows, k) if sources is None else (sources, rows, k)
-        ids = rng.integers(-1, experts, (*shape, 2, *local))
-        layer = np.arange(2).reshape(2, *[1] * len(local))
-        ids = np.where(placement.copies[layer, np.maximum(ids, 0)] > 0, ids, -1)
+        ids = draw_ids(rng, placement, shape, local)
         counts = count_tokens(ids, experts)
         tokens = counts if sources is None else counts.sum(axis=-2)
         routing = solve_routing(placement, tokens, method="trtllm", topk_ids=ids)

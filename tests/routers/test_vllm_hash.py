@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from eplb_opt.demand import count_tokens
 from eplb_opt.errors import InfeasibleError, InvalidTokensError
@@ -18,16 +19,17 @@ from eplb_opt.trace import TokenTrace
 @pytest.mark.parametrize("shape", [(), (1,), (2, 2), (0,)])
 @pytest.mark.parametrize("sources", [None, 1, 3])
 def test_every_row_has_its_replica(
-    draw_problem: Callable[..., Problem], shape: tuple[int, ...], sources: int | None
+    draw_problem: Callable[..., Problem],
+    draw_ids: Callable[..., NDArray[np.int64]],
+    shape: tuple[int, ...],
+    sources: int | None,
 ) -> None:
     """Sums by slot are those of a loop over tokens, whose row starts anew in each local batch."""
     rng = np.random.default_rng(7)
     for gpus, slots, experts, rows, k in ((1, 3, 3, 1, 1), (4, 5, 9, 40, 3), (9, 2, 11, 0, 2)):
         placement = draw_problem(rng, gpus, slots, experts, layers=2).placement
         local = (rows, k) if sources is None else (sources, rows, k)
-        ids = rng.integers(-1, experts, (*shape, 2, *local))
-        layer = np.arange(2).reshape(2, *[1] * len(local))
-        ids = np.where(placement.copies[layer, np.maximum(ids, 0)] > 0, ids, -1)
+        ids = draw_ids(rng, placement, shape, local)
         counts = count_tokens(ids, experts)
         tokens = counts if sources is None else counts.sum(axis=-2)
         routing = solve_routing(placement, tokens, method="vllm-hash", topk_ids=ids)
