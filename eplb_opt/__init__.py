@@ -28,13 +28,13 @@ from eplb_opt.errors import (
 )
 from eplb_opt.formats.placements import read_placement
 from eplb_opt.gap import optimality_gap
-from eplb_opt.objective import Objective
+from eplb_opt.objective import OBJECTIVES, Curve, Objective, Piece
 from eplb_opt.placement import Placement
 from eplb_opt.placers import placement_methods
 from eplb_opt.placing import PlacementPlan, solve_placement
 from eplb_opt.routers import RoutingMethod, TimeLimit, routing_methods
 from eplb_opt.routing import Router, Routing, RoutingSummary, solve_routing
-from eplb_opt.status import Status
+from eplb_opt.status import Proof, Status
 from eplb_opt.trace import LoadTrace, TokenTrace, read_trace
 from eplb_opt.workload import MODEL_SHAPES, ModelShape, Workload, model_shape
 
@@ -52,6 +52,8 @@ def __getattr__(name: str) -> str:
 
 __all__ = [
     "MODEL_SHAPES",
+    "OBJECTIVES",
+    "Curve",
     "EplbError",
     "FormatError",
     "InfeasibleError",
@@ -60,8 +62,10 @@ __all__ = [
     "LoadTrace",
     "ModelShape",
     "Objective",
+    "Piece",
     "Placement",
     "PlacementPlan",
+    "Proof",
     "Router",
     "Routing",
     "RoutingMethod",

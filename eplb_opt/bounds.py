@@ -78,7 +78,7 @@ def certified_bound(
     escapes[batch, layer, placement.expert_of[layer, slot]] = True
 
     weights = demand.reshape(batches, placement.num_layers, experts)
-    if Objective.of(objective).name == "activations":
+    if Objective.of(objective).counts_activations:
         weights = (weights > 0).astype(np.int64)
     count = np.where(escapes, 0, weights).sum(axis=-1)
     size = members.sum(axis=-1)

@@ -394,7 +394,7 @@ def route(
     """Route recorded batches on a placement, and prove how good the routing is."""
     _require_folders(out)
     _require_suffix(out, ".npz")
-    needs = resolve_method(method, Objective(objective.value)).traits.needs
+    needs = resolve_method(method, Objective.preset(objective.value)).traits.needs
     onto = read_placement(placement, num_gpus=gpus)
     trace = read_trace(tokens, num_experts=onto.num_experts)
     if needs and isinstance(trace, LoadTrace):

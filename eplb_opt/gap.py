@@ -444,7 +444,7 @@ class _Tally:
         mean = {
             name: total / answered if answered else math.nan for name, total in self._sums.items()
         }
-        demand = "tokens" if self.router.objective.name == "tokens" else "live"
+        demand = "tokens" if self.router.objective.counts_tokens else "live"
         return GapRow(
             gpus=placement.num_gpus,
             redundant=slots - placement.num_experts,

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from eplb_opt.gap import GapRow, GapStudy
-from eplb_opt.objective import Objective
+from eplb_opt.objective import OBJECTIVES
 from eplb_opt.placement import EMPTY, Placement
 from eplb_opt.placers import placement_methods
 from eplb_opt.routers import routing_methods
@@ -46,19 +46,18 @@ def print_presets() -> None:
         table.add_row(name, *map(str, sizes))
     console.print(table)
 
-    table = _table("Objectives (--objective): what the fullest GPU has", "objective", left=2)
-    table.add_row("activations", "replicas with tokens: decode reads the weights of each once")
-    table.add_row("tokens", "tokens: prefill is bound by arithmetic")
+    table = _table("Objectives (--objective): a GPU's time", "objective", "source", left=2)
+    for name, objective in OBJECTIVES.items():
+        table.add_row(name, objective.source)
     console.print(table)
 
     headers = ("method", "objectives", "proves", "needs", "what it does")
     table = _table("Routing methods (--method)", *headers, left=5)
-    table.add_row("optimal", "all", "yes", "", "the exact compiled method of the objective")
+    table.add_row("optimal", "any", "yes", "", "the exact compiled method of the objective")
     for name, traits in routing_methods().items():
-        objectives = "all" if traits.objectives == Objective.PRESETS else traits.objectives[0]
         needs = [*traits.needs, *([f"extra {traits.extra}"] if traits.extra else [])]
         proves = "yes" if traits.exact else ""
-        table.add_row(name, objectives, proves, ", ".join(needs), traits.summary)
+        table.add_row(name, traits.objectives, proves, ", ".join(needs), traits.summary)
     console.print(table)
 
     table = _table("Placement methods", "method", left=2)

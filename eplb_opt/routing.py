@@ -18,9 +18,9 @@ from eplb_opt.objective import Objective
 from eplb_opt.placement import Placement
 from eplb_opt.routers import resolve_method
 from eplb_opt.routers.base import NO_CONTEXT, Context, RoutingMethod, TimeLimit, refuse
-from eplb_opt.status import Status
+from eplb_opt.status import Proof, Status
 
-__all__ = ["Router", "Routing", "RoutingSummary", "Status", "solve_routing"]
+__all__ = ["Proof", "Router", "Routing", "RoutingSummary", "Status", "solve_routing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,8 @@ class Routing:
         was asked for.
     status
         Int8 ``[..., layers]``: `Status` values.
+    proved_by
+        Int8 ``[..., layers]``: `Proof` values, who proved the bound.
     certificate
         Bool ``[..., layers, gpus]``: the GPU set that proves the bound, see
         `eplb_opt.bounds.certified_bound`; all false where there is none.
@@ -106,21 +108,31 @@ class Routing:
     makespan: NDArray[np.float64]
     bound: NDArray[np.float64]
     status: NDArray[np.int8]
+    proved_by: NDArray[np.int8]
     certificate: NDArray[np.bool_]
     core: _core.Answer = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        arrays = (self.tokens, self.activated, self.makespan, self.bound, self.status)
-        object.__setattr__(self, "core", _core.Answer(*arrays, self.certificate))
+        object.__setattr__(self, "core", _core.Answer(*self._arrays()))
 
     @property
     def gap(self) -> NDArray[np.float64]:
         """Float64 ``[..., layers]``: ``makespan / bound - 1``; 0 where both are 0."""
         return _gap(self.makespan, self.bound)
 
+    @property
+    def gap_beyond_idle(self) -> NDArray[np.float64]:
+        """`gap` without the time that offsets alone cost: of what a routing can change."""
+        idle = self.objective.idle
+        return _gap(self.makespan - idle, self.bound - idle)
+
     def gpu_tokens(self) -> NDArray[np.int64]:
         """Return int64 ``[..., layers, gpus]``: the tokens of every GPU."""
         return np.asarray(self.tokens.sum(axis=-1))
+
+    def gpu_time(self) -> NDArray[np.float64]:
+        """Return float64 ``[..., layers, gpus]``: the time of every GPU under the objective."""
+        return self.objective.time(self.tokens)
 
     def expert_tokens(self) -> NDArray[np.int64]:
         """Return int64 ``[..., layers, experts]``: the tokens routed, by expert."""
@@ -185,7 +197,7 @@ class Routing:
     def summary(self) -> RoutingSummary:
         """Return the routing in a few numbers."""
         answered = self.status != Status.UNSOLVED
-        time = self.objective.time(self.activated, self.gpu_tokens())[answered]
+        time = self.gpu_time()[answered]
         expert_tokens = self.expert_tokens()
         live = expert_tokens > 0
         copies = self.placement.copies if self.placement.layered else self.placement.copies[0]
@@ -229,8 +241,11 @@ class Routing:
         return array.reshape(self.makespan.size // layers, layers, each)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        arrays = (self.tokens, self.activated, self.makespan, self.bound, self.status)
-        return _rebuild_routing, (self.placement, self.objective, *arrays, self.certificate)
+        return _rebuild_routing, (self.placement, self.objective, *self._arrays())
+
+    def _arrays(self) -> tuple[NDArray[Any], ...]:
+        counts = (self.tokens, self.activated)
+        return (*counts, self.makespan, self.bound, self.status, self.proved_by, self.certificate)
 
 
 def _empty_arrays(placement: Placement, shape: Sequence[int]) -> dict[str, Any]:
@@ -243,6 +258,7 @@ def _empty_arrays(placement: Placement, shape: Sequence[int]) -> dict[str, Any]:
         "makespan": np.zeros(lead),
         "bound": np.full(lead, np.nan),
         "status": np.zeros(lead, np.int8),
+        "proved_by": np.zeros(lead, np.int8),
         "certificate": np.zeros(gpus, np.bool_),
     }
 
@@ -325,7 +341,7 @@ class Router:
         self._compiled = self.method.traits.compiled
         self._proves = self.method.traits.exact
         self._prove = (
-            _core.prove_tokens if self.objective.name == "tokens" else _core.prove_activations
+            _core.prove_tokens if self.objective.counts_tokens else _core.prove_activations
         )
 
     def allocate(self, shape: Sequence[int]) -> Routing:
@@ -363,7 +379,7 @@ class Router:
         if out is None:
             tokens = as_tokens(self.placement, tokens)
             out = self.allocate(tokens.shape)
-        elif out.placement is not self.placement or out.objective.name != self.objective.name:
+        elif out.placement is not self.placement or out.objective != self.objective:
             raise ValueError("out is for another placement or objective; make it with allocate()")
         context = NO_CONTEXT
         if source_tokens is not None or topk_ids is not None or stop is not None:

@@ -206,8 +206,7 @@ def _require_served(
 
 
 def _makespan(objective: Objective, routed: NDArray[np.int64]) -> NDArray[np.float64]:
-    time = objective.time((routed > 0).sum(axis=-1), routed.sum(axis=-1))
-    return np.asarray(time.max(axis=-1))
+    return np.asarray(objective.time(routed).max(axis=-1, initial=0.0))
 
 
 def _require(condition: bool, problem: str) -> None:

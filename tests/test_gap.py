@@ -85,7 +85,7 @@ def assert_row_is(row: GapRow, routing: Routing, best: Routing, placement: Place
 # Laws
 
 
-@pytest.mark.parametrize("objective", Objective.PRESETS)
+@pytest.mark.parametrize("objective", ["activations", "tokens"])
 def test_no_method_beats_the_optimum(workload: Workload, objective: str) -> None:
     """The optimum has no gap anywhere, and no method a negative one."""
     study = optimality_gap(
@@ -151,7 +151,7 @@ def test_progress_counts_to_the_total(workload: Workload) -> None:
 # Replay
 
 
-@pytest.mark.parametrize("objective", Objective.PRESETS)
+@pytest.mark.parametrize("objective", ["activations", "tokens"])
 @pytest.mark.parametrize("method", ["metro", "uniform", "vllm-hash", "rank-mod"])
 def test_a_token_trace_is_replayed(ids: Ids, objective: str, method: str) -> None:
     """Consecutive rows share a GPU; every number follows from the routings."""
@@ -317,7 +317,7 @@ def test_redundant_slots_must_divide(workload: Workload) -> None:
         ({"methods": []}, r"methods is \[\]; expected a list"),
         ({"methods": "metro"}, "methods is 'metro'; expected a list"),
         ({"objective": "speed"}, "unknown objective"),
-        ({"methods": ["flow"]}, "solves the objective tokens only"),
+        ({"methods": ["flow"]}, "solves tokens"),
         ({"placer": "none"}, "unknown placement method"),
     ],
 )

@@ -197,7 +197,7 @@ def test_optimal_picks_the_method_of_the_objective(problem: Problem) -> None:
     for objective, method in (("activations", "matching"), ("tokens", "flow")):
         best = solve_routing(problem.placement, problem.tokens, objective=objective)
         named = solve_routing(
-            problem.placement, problem.tokens, objective=Objective(objective), method=method
+            problem.placement, problem.tokens, objective=Objective.preset(objective), method=method
         )
         assert same(best, named)
         uniform = solve_routing(
@@ -366,7 +366,10 @@ def test_an_answer_can_pass_from_method_to_method() -> None:
 def test_an_answer_belongs_to_an_objective_by_value() -> None:
     """An objective of one's own making is the preset of its name, for shared answers too."""
     placement = Placement([[0, 1], [0, 2]])
-    by_name, by_value = Router(placement), Router(placement, objective=Objective("activations"))
+    by_name, by_value = (
+        Router(placement),
+        Router(placement, objective=Objective.preset("activations")),
+    )
     out = by_name.allocate((3,))
     assert same(by_value.route([1, 2, 3], out=out), by_name.route([1, 2, 3]))
 
@@ -396,7 +399,7 @@ def test_router_remembers_what_it_was_bound_to() -> None:
     placement = Placement([[0, 1], [0, 2]])
     router = Router(placement, objective="tokens", method="metro:order=random,seed=3", threads=2)
     assert router.placement is placement
-    assert router.objective == Objective("tokens")
+    assert router.objective == Objective.preset("tokens")
     assert str(router.method) == "Metro(order='random', seed=3)"
     assert router.threads == 2
 

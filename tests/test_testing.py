@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from eplb_opt import _core
 from eplb_opt.demand import as_tokens, reject_tokens
-from eplb_opt.objective import Objective
 from eplb_opt.placement import Placement
 from eplb_opt.routing import Router, Routing, Status, solve_routing
 from eplb_opt.testing import (
@@ -179,7 +178,7 @@ CORRUPTIONS: dict[str, list[Edit]] = {
 }
 
 
-@pytest.mark.parametrize("objective", Objective.PRESETS)
+@pytest.mark.parametrize("objective", ["activations", "tokens"])
 @pytest.mark.parametrize("edits", CORRUPTIONS.values(), ids=CORRUPTIONS)
 def test_every_corruption_is_caught(edits: list[Edit], objective: str) -> None:
     """An answer passes; with one thing wrong it does not."""
@@ -192,7 +191,7 @@ def test_every_corruption_is_caught(edits: list[Edit], objective: str) -> None:
         check_routing(PLACEMENT, TOKENS, routing)
 
 
-@pytest.mark.parametrize("objective", Objective.PRESETS)
+@pytest.mark.parametrize("objective", ["activations", "tokens"])
 def test_a_false_proof_is_caught(objective: str) -> None:
     """A routing above the optimum that calls itself optimal does not pass, certificate or not."""
     placement = Placement([[0, 1], [0, 1]])
@@ -256,7 +255,7 @@ def test_an_answer_to_another_batch_is_refused() -> None:
         check_routing(PLACEMENT, TOKENS[0], answer())
 
 
-@given(problems(), st.sampled_from(Objective.PRESETS))
+@given(problems(), st.sampled_from(("activations", "tokens")))
 def test_right_answers_pass(problem: Problem, objective: str) -> None:
     """Every exact answer passes, and stays as it was."""
     routing = Router(problem.placement, objective=objective).route(problem.tokens)

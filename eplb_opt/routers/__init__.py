@@ -89,16 +89,16 @@ def resolve_method(method: str | RoutingMethod, objective: Objective) -> Routing
 
     Examples
     --------
-    >>> resolve_method("metro:order=random,seed=3", Objective("activations"))
+    >>> resolve_method("metro:order=random,seed=3", Objective.preset("activations"))
     Metro(order='random', seed=3)
     """
     resolved = _parse(method, objective) if isinstance(method, str) else method
     if isinstance(resolved, type) or not hasattr(resolved, "traits"):
         raise TypeError(f"method must be a name or an instance of a method, not {method!r}")
-    if objective.name not in resolved.traits.objectives:
+    if not resolved.traits.solves(objective):
         raise ValueError(
-            f"{method} solves the objective {' and '.join(resolved.traits.objectives)} only, not "
-            f"{objective.name}; 'optimal' picks the method by objective"
+            f"{method} solves {resolved.traits.objectives} only, not {objective.name}; 'optimal' "
+            "picks the method by objective"
         )
     return resolved
 

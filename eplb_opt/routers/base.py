@@ -20,7 +20,7 @@ from eplb_opt.demand import (
 from eplb_opt.errors import InvalidTokensError
 from eplb_opt.objective import Objective
 from eplb_opt.placement import Placement
-from eplb_opt.status import Status
+from eplb_opt.status import Proof, Status
 
 if TYPE_CHECKING:
     from eplb_opt.routing import Routing
@@ -132,7 +132,9 @@ class Traits:
     summary
         One line.
     objectives
-        Objectives it can be asked for. A rule that ignores the objective has all of them.
+        Which objectives it solves, in words. A rule that ignores the objective solves any.
+    solves
+        Whether it solves an objective.
     exact
         Whether it proves its own answer.
     needs
@@ -144,7 +146,8 @@ class Traits:
     """
 
     summary: str
-    objectives: tuple[str, ...] = Objective.PRESETS
+    objectives: str = "any"
+    solves: Callable[[Objective], bool] = lambda objective: True
     exact: bool = False
     needs: tuple[str, ...] = ()
     extra: str | None = None
@@ -178,13 +181,13 @@ def finish(out: Routing, routed: NDArray[np.int64]) -> None:
     evaluate(out)
     out.bound.fill(np.nan)
     out.status.fill(Status.FEASIBLE)
+    out.proved_by.fill(Proof.NONE)
     out.certificate.fill(False)
 
 
 def evaluate(out: Routing) -> None:
     """Fill in the makespan of an answer's tokens under its objective."""
-    time = out.objective.time(out.activated, out.gpu_tokens())
-    out.makespan[...] = time.max(axis=-1, initial=0.0)
+    out.makespan[...] = out.objective.time(out.tokens).max(axis=-1, initial=0.0)
 
 
 def _require_sum(by_source: NDArray[np.int64], tokens: NDArray[np.int64], name: str) -> None:

@@ -111,7 +111,7 @@ class Program:
 
     >>> placement = Placement([[0, 1], [2, 3]])
     >>> tokens = np.array([7, 0, 5, 1])
-    >>> program = Program.of(placement, Pairs.of(placement, 0), tokens, Objective("activations"))
+    >>> program = Program.of(placement, Pairs.of(placement, 0), tokens, Objective.preset("activations"))
     >>> program.live.tolist(), program.gpu.tolist(), program.counted_bound()
     ([0, 2, 3], [0, 1, 1], 2)
     """
@@ -144,7 +144,7 @@ class Program:
     @property
     def counts_activations(self) -> bool:
         """Whether the program has y, and λ counts it."""
-        return self.objective.name == "activations"
+        return self.objective.counts_activations
 
     def makespan(self, taken: NDArray[np.int64]) -> int:
         """Return the makespan of tokens by pair."""

@@ -44,7 +44,8 @@ class Flow:
 
     traits: ClassVar[Traits] = Traits(
         "max-flow: fewest tokens on the fullest GPU, experts split to the token",
-        objectives=("tokens",),
+        objectives="tokens (split allowed)",
+        solves=lambda objective: objective.counts_tokens,
         exact=True,
         compiled=True,
     )

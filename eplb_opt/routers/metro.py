@@ -97,7 +97,7 @@ class Metro:
             If an order of one's own does not hold every expert once.
         """
         core, order = placement.core, self._orders(placement)
-        counts_activations = objective.name == "activations"
+        counts_activations = objective.counts_activations
 
         def solve(tokens: NDArray[np.int64], out: Routing, _: Context) -> None:
             bad = _core.route_metro(core, tokens, out.core, threads, order)

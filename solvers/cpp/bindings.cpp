@@ -38,6 +38,7 @@ using Array = nb::ndarray<nb::numpy, T, nb::c_contig, nb::device::cpu>;
 using Ids = nb::ndarray<nb::numpy, const std::int32_t, nb::c_contig, nb::device::cpu>;
 
 enum Status : std::int8_t { kFeasible = 1, kOptimal = 2 };  // as eplb_opt.status.Status
+enum Proof : std::int8_t { kNoProof, kCount, kByMatching, kByFlow, kKDemand, kBranching };  // as .Proof
 
 void require(bool condition, const char* what) {
     if (!condition) throw std::invalid_argument(what);
@@ -80,7 +81,7 @@ std::unique_ptr<Placement> make_placement(Ids slots, std::int32_t experts) {
 struct Answer {
     Array<std::int64_t> tokens, activated;
     Array<double> makespan, bound;
-    Array<std::int8_t> status;
+    Array<std::int8_t> status, proved_by;
     Array<bool> certificate;
 
     std::int64_t problems() const { return static_cast<std::int64_t>(makespan.size()); }
@@ -88,11 +89,12 @@ struct Answer {
 
 std::unique_ptr<Answer> make_answer(Array<std::int64_t> tokens, Array<std::int64_t> activated,
                                     Array<double> makespan, Array<double> bound, Array<std::int8_t> status,
-                                    Array<bool> certificate) {
+                                    Array<std::int8_t> proved_by, Array<bool> certificate) {
     const std::size_t problems = makespan.size();
-    require(bound.size() == problems && status.size() == problems, "one bound and status per problem");
+    require(bound.size() == problems && status.size() == problems && proved_by.size() == problems,
+            "one bound, status and proof per problem");
     require(activated.size() == certificate.size(), "one activated count and certificate bit per GPU");
-    return std::make_unique<Answer>(Answer{tokens, activated, makespan, bound, status, certificate});
+    return std::make_unique<Answer>(Answer{tokens, activated, makespan, bound, status, proved_by, certificate});
 }
 
 void require_fit(const Placement& placement, const Counts& tokens, const Answer& answer) {
@@ -115,7 +117,7 @@ struct Problem {
     std::int64_t *routed, *activated;
     bool* certificate;
     double &makespan, &bound;
-    std::int8_t& status;
+    std::int8_t &status, &proved_by;
 
     std::int64_t* cleared() const {
         std::memset(routed, 0, layer.physical_slots() * sizeof *routed);
@@ -124,6 +126,7 @@ struct Problem {
     template <class Solver>
     void write_proof(const Solver& solver) const {
         bound = static_cast<double>(solver.makespan());
+        proved_by = Solver::kCountsTokens ? kByFlow : kByMatching;
         for (int g = 0; g < layer.gpus; ++g) certificate[g] = solver.in_certificate(g);
     }
     template <class Solver>
@@ -175,7 +178,8 @@ std::int64_t each_problem(const Placement& placement, nb::handle array, Answer& 
                                   answer.certificate.data() + i * layer.gpus,
                                   answer.makespan.data()[i],
                                   answer.bound.data()[i],
-                                  answer.status.data()[i]};
+                                  answer.status.data()[i],
+                                  answer.proved_by.data()[i]};
             if (solve.template operator()<W>(problem) == Outcome::ok) return;
             for (std::int64_t seen = bad; i < seen && !bad.compare_exchange_weak(seen, i);) {
             }
@@ -229,6 +233,7 @@ std::int64_t route_metro(const Placement& placement, nb::handle tokens, Answer& 
         problem.makespan = static_cast<double>(makespan);
         problem.bound = std::numeric_limits<double>::quiet_NaN();
         problem.status = kFeasible;
+        problem.proved_by = kNoProof;
         std::fill_n(problem.certificate, problem.layer.gpus, false);
         return outcome;
     });
@@ -293,7 +298,7 @@ NB_MODULE(_core, m) {
     nb::class_<Placement>(m, "Placement").def(nb::new_(&make_placement), "slots"_a.noconvert(), "experts"_a);
     nb::class_<Answer>(m, "Answer")
         .def(nb::new_(&make_answer), "tokens"_a.noconvert(), "activated"_a.noconvert(), "makespan"_a.noconvert(),
-             "bound"_a.noconvert(), "status"_a.noconvert(), "certificate"_a.noconvert());
+             "bound"_a.noconvert(), "status"_a.noconvert(), "proved_by"_a.noconvert(), "certificate"_a.noconvert());
 
     m.def("route_matching", &route_matching, "placement"_a, "tokens"_a, "answer"_a, "threads"_a,
           "lexicographic"_a);

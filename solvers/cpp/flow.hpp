@@ -33,6 +33,8 @@ namespace eplb {
 template <int W>
 class Flow {
   public:
+    static constexpr bool kCountsTokens = true;
+
     // `routed` is zero.
     Flow(const Layer& layer, std::int64_t* routed) : layer_(layer), routed_(routed) {}
 

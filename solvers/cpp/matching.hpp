@@ -35,6 +35,8 @@ namespace eplb {
 template <int W>
 class Matching {
   public:
+    static constexpr bool kCountsTokens = false;
+
     // `routed` is zero.
     Matching(const Layer& layer, std::int64_t* routed) : layer_(layer), routed_(routed) {}
 

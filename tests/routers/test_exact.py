@@ -28,7 +28,7 @@ PACKAGES = {
     "pulp": ["pulp"],
     "pulp:solver=HiGHS": ["pulp", "highspy"],
 }
-OBJECTIVES = Objective.PRESETS
+OBJECTIVES = ("activations", "tokens")
 FOUR_GPUS = Placement([[0, 1], [0, 2], [1, 3], [2, 3]])
 
 
@@ -271,7 +271,7 @@ def fake(found: Found) -> Routing:
 
     The pairs are expert 0 on GPUs 0 and 1, expert 3 on GPUs 2 and 3.
     """
-    objective = Objective("activations")
+    objective = Objective.preset("activations")
     solve = judge("fake", lambda *_: found, FOUR_GPUS, objective, 1, warm_start=False)
     out = Router(FOUR_GPUS).allocate((1, 4))
     solve(np.array([[2, 0, 0, 2]]), out, NO_CONTEXT)
@@ -321,7 +321,7 @@ def test_no_answer_keeps_the_bound() -> None:
 
 def test_worse_answer_than_the_start() -> None:
     """The better of the start and of the engine's answer is kept."""
-    objective = Objective("activations")
+    objective = Objective.preset("activations")
     found = Found(np.array([1, 1, 1, 1, 1, 1, 1, 1]), 1.0)
     solve = judge("fake", lambda *_: found, FOUR_GPUS, objective, 1, warm_start=True)
     out = Router(FOUR_GPUS).allocate((4,))
@@ -337,7 +337,7 @@ def test_time_is_shared_problem_after_problem() -> None:
         time.sleep(min(0.06, seconds_left(deadline)))
         return NOTHING if seconds_left(deadline) == 0 else Found(program.tokens, 1.0)
 
-    placement, objective = Placement([[0]]), Objective("activations")
+    placement, objective = Placement([[0]]), Objective.preset("activations")
     solve = judge("slow", slow, placement, objective, 1, warm_start=False)
     out = Router(placement).allocate((20, 1))
     began = time.monotonic()
@@ -355,7 +355,8 @@ def test_counted_bound() -> None:
 
     def bounds(tokens: list[int]) -> list[int]:
         program = [
-            Program.of(placement, pairs, np.array(tokens), Objective(name)) for name in OBJECTIVES
+            Program.of(placement, pairs, np.array(tokens), Objective.preset(name))
+            for name in OBJECTIVES
         ]
         return [p.counted_bound() for p in program]
 
