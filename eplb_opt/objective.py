@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from types import MappingProxyType
 
 import numpy as np
@@ -88,11 +89,11 @@ class Curve:
                 f"a curve needs two rows or more of tokens and times, not {len(tokens)} token "
                 f"counts and {len(times)} times"
             )
-        if tokens[0] < 1 or any(a >= b for a, b in zip(tokens, tokens[1:], strict=False)):
+        if tokens[0] < 1 or any(a >= b for a, b in pairwise(tokens)):
             raise ValueError("a curve's token counts must rise, from 1 or more")
         if not all(0 <= t < math.inf for t in times):
             raise ValueError("a curve's times must be finite and not negative")
-        for row, (a, b) in enumerate(zip(times, times[1:], strict=False)):
+        for row, (a, b) in enumerate(pairwise(times)):
             if b < a:
                 raise ValueError(
                     f"a curve's times must not fall, and row {row + 1} has {b} after {a}; "
@@ -124,8 +125,8 @@ class Objective:
     ``time[g] = slowness[g] * max over pieces of the piece's time``. With one piece that counts
     activated replicas it is METRO's objective (arXiv 2512.09277), with one that counts tokens that
     of DeepSeek EPLB and LPLB, and with both, measured, TEMPO's (arXiv 2608.13057): a decode kernel
-    reads the weights of each activated replica, whose time hides the arithmetic of few tokens and is
-    hidden by that of many.
+    reads the weights of each activated replica, which takes longer than the arithmetic of few
+    tokens and less long than that of many.
 
     Parameters
     ----------
@@ -146,8 +147,8 @@ class Objective:
     Raises
     ------
     ValueError
-        No piece, or none that grows; a slowness that is not a finite positive number; a tile without
-        tokens.
+        No piece, or none that grows; a slowness that is not a finite positive number; a tile
+        without tokens.
 
     Examples
     --------
@@ -280,10 +281,9 @@ class Objective:
     def _count(self, name: str, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return every GPU's activated replicas, tiles or tokens."""
         if name == "activation":
-            tokens = tokens > 0
-        elif name == "tile":
-            tokens = -(-tokens // self.tile_tokens)
-        return np.asarray(tokens.sum(axis=-1), np.float64)
+            return np.asarray((tokens > 0).sum(axis=-1), np.float64)
+        each = -(-tokens // self.tile_tokens) if name == "tile" else tokens
+        return np.asarray(each.sum(axis=-1), np.float64)
 
     def require_gpus(self, gpus: int) -> None:
         """Raise `ValueError` if the slowness is of another number of GPUs."""

@@ -110,8 +110,8 @@ class Program:
     Only live experts have pairs; two of them share GPU 1 with nobody else able to help:
 
     >>> placement = Placement([[0, 1], [2, 3]])
-    >>> tokens = np.array([7, 0, 5, 1])
-    >>> program = Program.of(placement, Pairs.of(placement, 0), tokens, Objective.preset("activations"))
+    >>> tokens, activations = np.array([7, 0, 5, 1]), Objective.preset("activations")
+    >>> program = Program.of(placement, Pairs.of(placement, 0), tokens, activations)
     >>> program.live.tolist(), program.gpu.tolist(), program.counted_bound()
     ([0, 2, 3], [0, 1, 1], 2)
     """
