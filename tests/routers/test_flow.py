@@ -1,9 +1,9 @@
-"""`flow`: the fewest tokens on the fullest GPU, to the token, against a max-flow of our own."""
+"""`flow`: the fewest tokens on the fullest GPU, proven by a max-flow, documented to the bit."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -18,6 +18,7 @@ from eplb_opt.routing import Status, solve_routing
 from eplb_opt.testing import Problem, check_routing, problems
 
 DrawProblem = Callable[..., Problem]
+Answer = tuple[list[list[int]], int, list[bool]]  # tokens by slot, makespan, certificate
 Rename = Callable[[Problem, int, str], Problem]
 
 # GPUs, slots, experts, batches, placements: one line for each width of the compiled GPU sets.
@@ -33,6 +34,8 @@ WIDTHS = [
     (1024, 2, 2048, 10, 2),
 ]
 LINES = (2, 3, 7, 20, 64, 65, 128, 300, 600)
+
+WAVE = 63  # distances
 
 
 def can_be_served(gpus: list[list[int]], tokens: list[int], most: int) -> bool:
@@ -81,6 +84,101 @@ def can_be_served(gpus: list[list[int]], tokens: list[int], most: int) -> bool:
     return True
 
 
+def distances(
+    rows: list[list[int]], held: list[dict[int, int]], load: list[int], target: int
+) -> dict[int, int]:
+    """Say how far each GPU is from one below the target, over the experts that it serves."""
+    reached = [
+        {other for e in row if e >= 0 and held[e].get(g, 0) for other in held[e]}
+        for g, row in enumerate(rows)
+    ]
+    near = {g for g, row in enumerate(rows) if load[g] < target and any(e >= 0 for e in row)}
+    found: dict[int, int] = {}
+    distance = 0
+    while near:
+        found |= dict.fromkeys(near, distance)
+        near = {g for g in range(len(rows)) if g not in found and reached[g] & near}
+        distance += 1
+    return found
+
+
+def by_the_rule(rows: list[list[int]], tokens: list[int]) -> Answer:
+    """Follow the rule at the head of `flow.hpp`."""
+    filled = [any(e >= 0 for e in row) for row in rows]
+    held: list[dict[int, int]] = [{} for _ in tokens]  # an expert's tokens by GPU
+    for g, row in enumerate(rows):
+        for e in row:
+            if e >= 0:
+                held[e][g] = 0
+    load = [0] * len(rows)
+
+    def put(expert: int, gpu: int, amount: int) -> None:
+        held[expert][gpu] += amount
+        load[gpu] += amount
+
+    for e, candidates in enumerate(held):  # step 1
+        for g in candidates:
+            put(e, g, tokens[e] // len(candidates))
+    alone = [sum(tokens[e] for e, c in enumerate(held) if list(c) == [g]) for g in range(len(rows))]
+    for e in sorted(range(len(tokens)), key=lambda e: len(held[e])):
+        if len(held[e]) < 2:
+            continue
+        for g, amount in held[e].items():
+            put(e, g, -amount)
+        wet = sorted(held[e])
+        while True:
+            level, left_over = divmod(tokens[e] + sum(load[g] for g in wet), len(wet))
+            if all(load[g] <= level for g in wet):
+                break
+            wet = [g for g in wet if load[g] <= level]
+        for i, g in enumerate(wet):
+            put(e, g, level + (i < left_over) - load[g])
+
+    target = -(-sum(tokens) // max(1, sum(filled)))  # step 2
+    certificate = filled
+    if max(alone) > target:
+        target = max(alone)
+        certificate = [g == alone.index(target) for g in range(len(rows))]
+
+    while max(load) > target:
+        distance = distances(rows, held, load, target)  # step 3
+        over = [g for g, tokens_on in enumerate(load) if tokens_on > target]
+        if any(g not in distance for g in over):
+            certificate = [filled[g] and g not in distance for g in range(len(rows))]
+            confined = sum(load[g] for g, member in enumerate(certificate) if member)
+            target = -(-confined // sum(certificate))
+            continue
+        farthest = max(distance[g] for g in over)  # step 4
+        for far in range(farthest, max(0, farthest - WAVE), -1):
+            for g in (g for g in sorted(distance) if distance[g] == far):
+                for e in dict.fromkeys(e for e in rows[g] if e >= 0):
+                    for end in (h for h in sorted(held[e]) if distance.get(h) == far - 1):
+                        amount = min(load[g] - target, held[e][g])
+                        if far == 1:
+                            amount = min(amount, target - load[end])
+                        if amount > 0:
+                            put(e, g, -amount)
+                            put(e, end, amount)
+    routed = [
+        [held[e][g] if e >= 0 and row.index(e) == i else 0 for i, e in enumerate(row)]
+        for g, row in enumerate(rows)
+    ]
+    return routed, target, certificate
+
+
+def routed_problems(problem: Problem) -> Iterator[tuple[list[list[int]], list[int], Answer]]:
+    """Route all problems in one call; yield each one's slots by GPU, tokens and answer."""
+    placement = problem.placement
+    routing = solve_routing(placement, problem.tokens, objective="tokens")
+    layers = placement.slots.reshape(-1, *placement.slots.shape[-2:]).tolist()
+    shares = routing.tokens.reshape(-1, *placement.slots.shape[-2:]).tolist()
+    certificates = routing.certificate.reshape(-1, placement.num_gpus).tolist()
+    answers = zip(shares, routing.makespan.ravel().astype(int).tolist(), certificates, strict=True)
+    counts = problem.tokens.reshape(-1, placement.num_experts).tolist()
+    for i, (tokens, answer) in enumerate(zip(counts, answers, strict=True)):
+        yield layers[i % len(layers)], tokens, answer
+
+
 @pytest.mark.parametrize(
     ("most", "possible"), [(0, False), (4, False), (5, True), (10, True), (2**40, True)]
 )
@@ -97,6 +195,46 @@ def test_one_token_less_is_impossible(problem: Problem) -> None:
         makespan = int(solve_routing(problem.placement, tokens, objective="tokens").makespan)
         assert can_be_served(gpus, tokens, makespan)
         assert makespan == 0 or not can_be_served(gpus, tokens, makespan - 1)
+
+
+def test_a_max_flow_agrees_on_production_shapes(draw_problem: DrawProblem) -> None:
+    """At 8 to 64 GPUs with 128 experts, too, the makespan suffices and one token less does not."""
+    rng = np.random.default_rng(7)
+    for gpus, slots in ((8, 24), (16, 12), (32, 6), (64, 3)):
+        for rows, tokens, answer in routed_problems(draw_problem(rng, gpus, slots, 128, batches=3)):
+            makespan = answer[1]
+            assert can_be_served(rows, tokens, makespan)
+            assert makespan == 0 or not can_be_served(rows, tokens, makespan - 1)
+
+
+@given(problems())
+def test_the_rule_to_the_bit(problem: Problem) -> None:
+    """Any implementation of the rule at the head of `flow.hpp` gives the same answer."""
+    for rows, tokens, answer in routed_problems(problem):
+        assert by_the_rule(rows, tokens) == answer
+
+
+def test_the_rule_at_every_width(draw_problem: DrawProblem, draw_line: DrawProblem) -> None:
+    """Also on many GPUs, and where a wave does not cover all distances."""
+    rng = np.random.default_rng(6)
+    shapes = ((16, 18, 256), (64, 6, 256), (100, 4, 300), (300, 3, 800))
+    drawn = [draw_problem(rng, *shape, batches=6) for shape in shapes]
+    drawn += [draw_line(rng, gpus, batches=6) for gpus in (9, 64, 200)]
+    for problem in drawn:
+        for rows, tokens, answer in routed_problems(problem):
+            assert by_the_rule(rows, tokens) == answer
+
+
+def test_farther_than_a_wave() -> None:
+    """Tokens pass down a line of 100 GPUs, from the only one that has too many to the only room."""
+    gpus = 100
+    own = [97, *[100] * (gpus - 2), 106]
+    shared = [6] * (gpus - 1)  # each by a GPU and the next
+    rows = [[gpus - 1 + g, g - 1 if g else -1, g if g < gpus - 1 else -1] for g in range(gpus)]
+    problem = Problem(Placement(rows), np.array(shared + own))
+    ((_, tokens, answer),) = routed_problems(problem)
+    assert answer[1] == 106
+    assert by_the_rule(rows, tokens) == answer
 
 
 @given(problems())
