@@ -1,22 +1,32 @@
 """Lower bounds from certificates: a set of GPUs, a count, and nothing to trust.
 
-Tokens of an expert whose replicas all lie in a GPU set Q must be served in Q. So some GPU of Q has
-at least ``ceil(count / |Q|)`` of them, where the count is of live experts (each activates at least
-one replica) or of tokens. For both objectives some Q makes this bound equal the optimum (max-flow =
-min-cut), and the exact routers return it.
+An expert whose replicas all lie in a GPU set Q must be served in Q. So Q activates at least one
+replica for each such live expert, and takes all of their tokens. A GPU that activates j replicas or
+takes j tokens needs a least time for it; the smallest time by which the GPUs of Q together can have
+as many as they must is a lower bound on any routing's makespan. With equal GPUs it is the time of
+``ceil(count / |Q|)``, the share of the fullest of them. For the objectives ``"activations"`` and
+``"tokens"`` some Q makes this bound equal the optimum (max-flow = min-cut), and the exact routers
+return it.
 """
 
 from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import reduce
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eplb_opt.demand import as_tokens, reject_tokens
 from eplb_opt.errors import InvalidTokensError
-from eplb_opt.objective import Objective
+from eplb_opt.objective import Curve, Objective
 from eplb_opt.placement import Placement
 
 __all__ = ["certified_bound"]
+
+_LeastTime = Callable[[NDArray[np.int64]], NDArray[np.float64]]
+"""The least nominal time, at slowness 1, of a GPU that has counts of something; never falling."""
 
 
 def certified_bound(
@@ -36,28 +46,53 @@ def certified_bound(
     certificate
         Bool ``[..., layers, gpus]``, as `Routing.certificate`.
     objective
-        ``"activations"`` or ``"tokens"``.
+        `Objective`, its name or its file.
 
     Returns
     -------
     NDArray[np.float64]
-        ``[..., layers]``; 0 for an empty set.
+        ``[..., layers]``; at least the objective's `idle`, and that for an empty set.
 
     Raises
     ------
     InvalidTokensError, InfeasibleError
         Tokens or a certificate of another shape; tokens that are negative or cannot be served.
+    ValueError
+        An unknown objective, or one with the slowness of another number of GPUs.
 
     Notes
     -----
-    O(slots) per problem, in numpy, sharing no code with the solvers whose answers it checks.
+    The larger of two bounds, by activations and by tokens.
+
+    *Least times.* A GPU with j activated replicas has j tiles and j tokens or more; one with j
+    tokens, j > 0, has one activated replica and ``ceil(j / tile_tokens)`` tiles or more. Linear
+    pieces never fall as these counts rise. A curve's time is at least j times that of one token,
+    and by `Curve.floor` at least a linear piece, which tokens alone bound.
+
+    *Equal GPUs.* Some GPU of Q has ``ceil(count / |Q|)`` or more.
+
+    *Unequal slowness.* With `cap_g(t)` the largest j whose least time on GPU g is within t, a
+    routing of makespan t has at most `cap_g(t)` on g, so the caps of Q sum to its count or more.
+    The bound is the smallest t for which they do. For every smaller one they do not, which anyone
+    can check.
+
+    *Rounding.* Least times are evaluated as `Objective.time` evaluates a routing, step by step, and
+    a rounded step never falls where the exact one rises. So no routing's makespan, as evaluated, is
+    below the bound.
+
+    O(slots) per problem, in numpy, sharing no code with the solvers whose answers it checks; with
+    unequal slowness some thousand evaluations per GPU.
 
     Examples
     --------
     >>> placement = Placement([[0, 1], [0, 2]])
     >>> certified_bound(placement, [1, 1, 1], [True, True])
     array(2.)
+    >>> certified_bound(placement, [1, 1, 1], [True, True], "qwen3-30b-fp8")
+    array(3.48)
     """
+    objective = Objective.of(objective)
+    objective.require_gpus(placement.num_gpus)
     demand = as_tokens(placement, tokens)
     reject_tokens(placement, demand)
     lead = demand.shape[:-1]
@@ -67,19 +102,116 @@ def certified_bound(
             f"a certificate for these tokens has shape {[*lead, placement.num_gpus]}, "
             f"not {list(given.shape)}"
         )
-    experts, slots = placement.num_experts, placement.slots_per_gpu
-    batches = demand.size // (placement.num_layers * experts)
+    batches = demand.size // (placement.num_layers * placement.num_experts)
     members = given.reshape(batches, placement.num_layers, placement.num_gpus)
+    weights = demand.reshape(batches, placement.num_layers, placement.num_experts)
+    confined = np.where(_confined(placement, members), weights, 0)
 
-    # An expert is confined to Q when no slot outside Q holds it.
-    outside = np.repeat(~members, slots, axis=-1) & (placement.expert_of >= 0)
-    escapes = np.zeros((*members.shape[:2], experts), np.bool_)
+    slowness = np.array(objective.slowness or [1.0] * placement.num_gpus)
+    by_activations = _bound(
+        (confined > 0).sum(axis=-1),
+        members,
+        slowness,
+        _least_time_of_activations(objective, placement.slots_per_gpu),
+        placement.slots_per_gpu,
+    )
+    tokens_confined = confined.sum(axis=-1)
+    by_tokens = _bound(
+        tokens_confined,
+        members,
+        slowness,
+        _least_time_of_tokens(objective),
+        int(tokens_confined.max(initial=0)),
+    )
+    bound = np.maximum(by_activations, by_tokens)
+    return np.asarray(np.maximum(bound, objective.idle)).reshape(lead)
+
+
+def _confined(placement: Placement, members: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return ``[batches, layers, experts]``: no slot outside the set holds the expert."""
+    outside = np.repeat(~members, placement.slots_per_gpu, axis=-1) & (placement.expert_of >= 0)
+    escapes = np.zeros((*members.shape[:2], placement.num_experts), np.bool_)
     batch, layer, slot = np.nonzero(outside)
     escapes[batch, layer, placement.expert_of[layer, slot]] = True
+    return ~escapes
 
-    weights = demand.reshape(batches, placement.num_layers, experts)
-    if Objective.of(objective).counts_activations:
-        weights = (weights > 0).astype(np.int64)
-    count = np.where(escapes, 0, weights).sum(axis=-1)
-    size = members.sum(axis=-1)
-    return np.asarray(-(-count // np.maximum(size, 1)) * (size > 0), np.float64).reshape(lead)
+
+def _least_time_of_activations(objective: Objective, slots: int) -> _LeastTime:
+    """Return the least nominal time of GPUs that activate so many of their slots."""
+    # One token in each of the first j slots, for every j, priced as a routing is.
+    staircase = np.tri(slots + 1, slots, -1, dtype=np.int64)
+    times = dataclasses.replace(objective, slowness=None).time(staircase)
+    return lambda counts: np.asarray(times[counts])
+
+
+def _least_time_of_tokens(objective: Objective) -> _LeastTime:
+    """Return the least nominal time of GPUs that take so many tokens."""
+    pieces = [
+        linear
+        for piece in objective.pieces
+        for linear in (piece.floor() if isinstance(piece, Curve) else (piece,))
+    ]
+
+    def least(tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+        activated = (tokens > 0).astype(np.float64)
+        tiles = (-(-tokens // objective.tile_tokens)).astype(np.float64)
+        total = tokens.astype(np.float64)
+        return np.asarray(
+            reduce(np.maximum, (piece.time(activated, tiles, total) for piece in pieces))
+        )
+
+    return least
+
+
+def _bound(
+    count: NDArray[np.int64],
+    members: NDArray[np.bool_],
+    slowness: NDArray[np.float64],
+    least: _LeastTime,
+    most: int,
+) -> NDArray[np.float64]:
+    """Return the smallest times by which the sets can have their counts.
+
+    Parameters
+    ----------
+    count
+        ``[batches, layers]``: what the sets must have.
+    members
+        Bool ``[batches, layers, gpus]``.
+    slowness
+        ``[gpus]``.
+    least
+        The least nominal time of a GPU that has counts.
+    most
+        The largest count that a GPU can have.
+    """
+    share = -(-count // np.maximum(members.sum(axis=-1), 1))
+    nominal = least(share)
+    # Before the fastest can have a share, none can; when the slowest can, all can.
+    each = np.broadcast_to(slowness, members.shape)
+    low = nominal * each.min(axis=-1, where=members, initial=slowness.max())
+    high = nominal * each.max(axis=-1, where=members, initial=slowness.min())
+
+    # Doubles from 0 are in the order of their bits, so that halving between bits ends at the
+    # smallest double, however far apart the two are.
+    first, last = low.view(np.int64), high.view(np.int64)
+    while (first < last).any():
+        middle = first + (last - first) // 2
+        caps = _caps(middle.view(np.float64), slowness, least, most)
+        enough = (caps * members).sum(axis=-1) >= count
+        last = np.where(enough, middle, last)
+        first = np.where(enough, first, np.minimum(middle + 1, last))
+    return np.asarray(last.view(np.float64))
+
+
+def _caps(
+    time: NDArray[np.float64], slowness: NDArray[np.float64], least: _LeastTime, most: int
+) -> NDArray[np.int64]:
+    """Return ``[batches, layers, gpus]``: the most that each GPU can have within the times."""
+    low = np.zeros((*time.shape, slowness.size), np.int64)
+    high = np.full_like(low, most)
+    while (low < high).any():
+        middle = high - (high - low) // 2
+        within = slowness * least(middle) <= time[..., None]
+        low, high = np.where(within, middle, low), np.where(within, high, middle - 1)
+    return low

@@ -1,4 +1,4 @@
-"""The command line: ``eplb-opt gap | route | validate | presets``."""
+"""The command line: ``eplb-opt gap | regime | route | validate | presets``."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ from typer.core import TyperGroup
 from eplb_opt.demand import count_tokens
 from eplb_opt.errors import EplbError, InvalidTokensError
 from eplb_opt.formats.placements import holds_placement, read_placement
-from eplb_opt.gap import DEFAULT_METHODS, local_batches, optimality_gap
+from eplb_opt.gap import default_methods, local_batches, optimality_gap
 from eplb_opt.objective import Objective
 from eplb_opt.placement import Placement
-from eplb_opt.plots import plot_gap
+from eplb_opt.plots import plot_gap, plot_regimes
+from eplb_opt.regime import regime_map
 from eplb_opt.report import (
     many,
     print_placement,
     print_presets,
+    print_regimes,
     print_routing,
     print_study,
     print_trace,
@@ -79,11 +81,6 @@ app = typer.Typer(
 )
 
 
-class _Objective(str, Enum):
-    activations = "activations"
-    tokens = "tokens"
-
-
 class _Stage(str, Enum):
     decode = "decode"
     prefill = "prefill"
@@ -94,12 +91,83 @@ class _Kind(str, Enum):
     trace = "trace"
 
 
-_ObjectiveOption = Annotated[
-    _Objective,
+_GpusOption = Annotated[
+    str, typer.Option(metavar="N,N,...", help="Numbers of GPUs.", rich_help_panel="Deployments")
+]
+_ReplicationOption = Annotated[
+    str | None,
     typer.Option(
-        help="What the fullest GPU has most of: activated replicas (decode) or tokens (prefill).",
+        metavar="R,R,...",
+        show_default="1.125,1.25,1.5",
+        help="Slots over experts, rounded up to fill every GPU equally.",
+        rich_help_panel="Deployments",
+    ),
+]
+_RedundantOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N,N,...",
+        show_default=False,
+        help="Slots beyond one per expert, instead of ratios.",
+        rich_help_panel="Deployments",
+    ),
+]
+_ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        show_default="deepseek-v3",
+        help="Model of synthetic traffic; see eplb-opt presets.",
+        rich_help_panel="Traffic",
+    ),
+]
+_StageOption = Annotated[
+    _Stage | None,
+    typer.Option(
+        show_default="decode", help="Stage of synthetic traffic.", rich_help_panel="Traffic"
+    ),
+]
+_TopKOption = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Experts per token, where batches are drawn from counts.",
+        rich_help_panel="Traffic",
+    ),
+]
+_SeedOption = Annotated[
+    int, typer.Option(min=0, help="For drawing batches.", rich_help_panel="Traffic")
+]
+_ObjectiveOption = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME|FILE.json",
+        help="A GPU's time: activations (decode), tokens (prefill), both as measured on a model's"
+        " kernel (see eplb-opt presets), or pieces of one's own in a file.",
         rich_help_panel="Methods",
     ),
+]
+_JsonOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE|-",
+        show_default=False,
+        help="Write the study as JSON; - for standard output, in place of the tables.",
+        rich_help_panel="Output",
+    ),
+]
+_CsvOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE|-",
+        show_default=False,
+        help="Write the rows as CSV, likewise.",
+        rich_help_panel="Output",
+    ),
+]
+_QuietOption = Annotated[
+    bool,
+    typer.Option("--quiet", help="No tables, no progress bar.", rich_help_panel="Output"),
 ]
 _ThreadsOption = Annotated[
     int | None,
@@ -152,28 +220,9 @@ def gap(
             " counts, batches are drawn. Without a file: synthetic DeepSeek-V3 decode traffic.",
         ),
     ] = None,
-    gpus: Annotated[
-        str,
-        typer.Option(metavar="N,N,...", help="Numbers of GPUs.", rich_help_panel="Deployments"),
-    ] = "8,16,32",
-    replication: Annotated[
-        str | None,
-        typer.Option(
-            metavar="R,R,...",
-            show_default="1.125,1.25,1.5",
-            help="Slots over experts, rounded up to fill every GPU equally.",
-            rich_help_panel="Deployments",
-        ),
-    ] = None,
-    redundant: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,N,...",
-            show_default=False,
-            help="Slots beyond one per expert, instead of ratios.",
-            rich_help_panel="Deployments",
-        ),
-    ] = None,
+    gpus: _GpusOption = "8,16,32",
+    replication: _ReplicationOption = None,
+    redundant: _RedundantOption = None,
     place_on: Annotated[
         Path | None,
         typer.Option(
@@ -183,21 +232,8 @@ def gap(
             rich_help_panel="Deployments",
         ),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            show_default="deepseek-v3",
-            help="Model of synthetic traffic; see eplb-opt presets.",
-            rich_help_panel="Traffic",
-        ),
-    ] = None,
-    stage: Annotated[
-        _Stage | None,
-        typer.Option(
-            show_default="decode", help="Stage of synthetic traffic.", rich_help_panel="Traffic"
-        ),
-    ] = None,
+    model: _ModelOption = None,
+    stage: _StageOption = None,
     tokens: Annotated[
         int,
         typer.Option(
@@ -215,14 +251,7 @@ def gap(
             rich_help_panel="Traffic",
         ),
     ] = None,
-    top_k: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Experts per token, where batches are drawn from counts.",
-            rich_help_panel="Traffic",
-        ),
-    ] = 8,
+    top_k: _TopKOption = 8,
     draft_layers: Annotated[
         int,
         typer.Option(
@@ -232,9 +261,7 @@ def gap(
             rich_help_panel="Traffic",
         ),
     ] = 0,
-    seed: Annotated[
-        int, typer.Option(min=0, help="For drawing batches.", rich_help_panel="Traffic")
-    ] = 0,
+    seed: _SeedOption = 0,
     method: Annotated[
         list[str] | None,
         typer.Option(
@@ -244,27 +271,11 @@ def gap(
             rich_help_panel="Methods",
         ),
     ] = None,
-    objective: _ObjectiveOption = _Objective.activations,
+    objective: _ObjectiveOption = "activations",
     threads: _ThreadsOption = None,
     time_limit: _TimeLimitOption = None,
-    json: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE|-",
-            show_default=False,
-            help="Write the study as JSON; - for standard output, in place of the tables.",
-            rich_help_panel="Output",
-        ),
-    ] = None,
-    csv: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE|-",
-            show_default=False,
-            help="Write the rows as CSV, likewise.",
-            rich_help_panel="Output",
-        ),
-    ] = None,
+    json: _JsonOption = None,
+    csv: _CsvOption = None,
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -274,38 +285,27 @@ def gap(
             rich_help_panel="Output",
         ),
     ] = None,
-    quiet: Annotated[
-        bool,
-        typer.Option("--quiet", help="No tables, no progress bar.", rich_help_panel="Output"),
-    ] = False,
+    quiet: _QuietOption = False,
 ) -> None:
     """Measure how far routing methods are from the proven optimum.
 
     For every deployment (GPUs x replication) experts are placed by DeepSeek's EPLB, every method
-    routes the same batches, and the optimum of each problem (a layer and a batch) is proven.
+    routes the same batches, and the optimum of each problem (a layer and a batch) is proven, or
+    bounded where the objective makes that hard.
     """
-    if replication is not None and redundant is not None:
-        raise typer.BadParameter("give one of --replication and --redundant")
-    if file is not None and (model is not None or stage is not None):
-        raise typer.BadParameter("--model and --stage are for synthetic traffic: leave FILE out")
-    if json == csv == "-":
-        raise typer.BadParameter("only one of --json and --csv can be -")
-    _require_folders(json, csv, plot)
-    _require_suffix(plot, ".pdf", ".svg", ".png")
-    counts = _numbers("--gpus", gpus, int, least=1)
-    ratios = _numbers("--replication", replication or "1.125,1.25,1.5", float, least=1)
-    extra = None if redundant is None else _numbers("--redundant", redundant, int, least=0)
-
-    shape = model_shape(model or "deepseek-v3")
-    drawn: Stage = "prefill" if stage is _Stage.prefill else "decode"
+    _require_one_traffic(file, model, stage)
+    _require_writable(json, csv, plot)
+    counts, ratios, extra = _deployments(gpus, replication, redundant)
+    minimised = Objective.of(objective)
+    name, workload = _synthetic(model, stage, seed)
     with _progress(quiet) as progress:
         study = optimality_gap(
-            file or Workload.preset(shape.name, drawn, seed=seed),
+            file or workload,
             gpus=counts,
             replication=ratios,
             redundant=extra,
             methods=method or None,
-            objective=objective.value,
+            objective=minimised,
             tokens=tokens,
             steps=steps,
             top_k=top_k,
@@ -317,8 +317,9 @@ def gap(
             progress=progress,
         )
     if file is None:
-        study = replace(study, traffic=f"{shape.name} {drawn}, synthetic")
-    left_out = [] if method else sorted({*DEFAULT_METHODS} - {row.method for row in study.rows})
+        study = replace(study, traffic=name)
+    wanted = () if method else default_methods(minimised)
+    left_out = sorted({*wanted} - {row.method for row in study.rows})
     if left_out:
         _say("note", f"the trace holds counts only; left out: {', '.join(left_out)}")
     if not quiet and "-" not in (json, csv):
@@ -327,6 +328,116 @@ def gap(
     _write(csv, study.to_csv())
     if plot is not None:
         plot_gap(study, plot)
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "  eplb-opt regime\n\n"
+    "  eplb-opt regime --gpus 8 --redundant 64 --skew 0,0.5,1,1.5 --plot regime.pdf\n\n"
+    "  eplb-opt regime decode.json --objective measured.json --batch 64,128,256"
+)
+def regime(
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="FILE",
+            show_default=False,
+            help="Recorded traffic, as for gap; batches are drawn from its popularity. Without a"
+            " file: synthetic DeepSeek-V3 decode traffic.",
+        ),
+    ] = None,
+    gpus: _GpusOption = "8,16,32",
+    replication: _ReplicationOption = None,
+    redundant: _RedundantOption = None,
+    batch: Annotated[
+        str,
+        typer.Option(
+            metavar="N,N,...", help="Tokens of a batch per GPU.", rich_help_panel="Traffic"
+        ),
+    ] = "16,32,64,128,192,256,384,512,768,1024,2048",
+    skew: Annotated[
+        str | None,
+        typer.Option(
+            metavar="S,S,...",
+            show_default="the traffic's own popularity",
+            help="Zipf exponents of the experts' popularity.",
+            rich_help_panel="Traffic",
+        ),
+    ] = None,
+    model: _ModelOption = None,
+    stage: _StageOption = None,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Batches of each size.", rich_help_panel="Traffic")
+    ] = 1,
+    layers: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Layers of each batch, evenly from those that there are.",
+            rich_help_panel="Traffic",
+        ),
+    ] = 8,
+    top_k: _TopKOption = 8,
+    seed: _SeedOption = 0,
+    objective: _ObjectiveOption = "deepseek-v3-fp8",
+    within: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            metavar="PERCENT",
+            help="How much longer a simpler choice may take and still be called best.",
+            rich_help_panel="Methods",
+        ),
+    ] = 1.0,
+    threads: _ThreadsOption = None,
+    json: _JsonOption = None,
+    csv: _CsvOption = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="Draw the best choice over batch and skew or replication: .pdf, .svg or .png.",
+            rich_help_panel="Output",
+        ),
+    ] = None,
+    quiet: _QuietOption = False,
+) -> None:
+    """Say which router wins at which batch size: METRO, token balance, makespan, or no replicas.
+
+    For every deployment (GPUs x replication) experts are placed by DeepSeek's EPLB, batches of
+    growing size are routed by every choice, and the slowest GPU's time is compared; beside TEMPO's
+    boundary between reading weights and arithmetic.
+    """
+    _require_one_traffic(file, model, stage)
+    _require_writable(json, csv, plot)
+    counts, ratios, extra = _deployments(gpus, replication, redundant)
+    name, workload = _synthetic(model, stage, seed)
+    with _progress(quiet, "drawing") as progress:
+        regimes = regime_map(
+            file or workload,
+            gpus=counts,
+            replication=ratios,
+            redundant=extra,
+            tokens_per_gpu=_numbers("--batch", batch, int, least=1),
+            skew=None if skew is None else _numbers("--skew", skew, float, least=0),
+            objective=objective,
+            within=within / 100,
+            steps=steps,
+            layers=layers,
+            top_k=top_k,
+            seed=seed,
+            threads=threads or _cores(),
+            progress=progress,
+        )
+    if file is None:
+        regimes = replace(regimes, traffic=name)
+    if not quiet and "-" not in (json, csv):
+        print_regimes(regimes)
+    _write(json, regimes.to_json() + "\n")
+    _write(csv, regimes.to_csv())
+    if plot is not None:
+        plot_regimes(regimes, plot)
 
 
 @app.command(
@@ -378,7 +489,7 @@ def route(
             rich_help_panel="Methods",
         ),
     ] = "optimal",
-    objective: _ObjectiveOption = _Objective.activations,
+    objective: _ObjectiveOption = "activations",
     threads: _ThreadsOption = None,
     time_limit: _TimeLimitOption = None,
     out: Annotated[
@@ -386,15 +497,16 @@ def route(
         typer.Option(
             metavar="FILE.npz",
             show_default=False,
-            help="Write tokens (by step, layer, GPU and slot), activated, makespan, bound, status"
-            " and certificate.",
+            help="Write tokens (by step, layer, GPU and slot), activated, makespan, bound, status,"
+            " proved_by and certificate.",
         ),
     ] = None,
 ) -> None:
     """Route recorded batches on a placement, and prove how good the routing is."""
     _require_folders(out)
     _require_suffix(out, ".npz")
-    needs = resolve_method(method, Objective.preset(objective.value)).traits.needs
+    minimised = Objective.of(objective)
+    needs = resolve_method(method, minimised).traits.needs
     onto = read_placement(placement, num_gpus=gpus)
     trace = read_trace(tokens, num_experts=onto.num_experts)
     if needs and isinstance(trace, LoadTrace):
@@ -405,7 +517,7 @@ def route(
     routing = solve_routing(
         onto,
         demand,
-        objective=objective.value,
+        objective=minimised,
         method=method,
         topk_ids=ids if needs else None,
         stop=None if time_limit is None else TimeLimit(time_limit),
@@ -420,6 +532,7 @@ def route(
             makespan=routing.makespan,
             bound=routing.bound,
             status=routing.status,
+            proved_by=routing.proved_by,
             certificate=routing.certificate,
         )
 
@@ -463,6 +576,25 @@ def presets() -> None:
 
 
 # What the commands read
+
+
+def _deployments(
+    gpus: str, replication: str | None, redundant: str | None
+) -> tuple[list[int], list[float], list[int] | None]:
+    """Read the options that say which deployments to try."""
+    if replication is not None and redundant is not None:
+        raise typer.BadParameter("give one of --replication and --redundant")
+    ratios = _numbers("--replication", replication or "1.125,1.25,1.5", float, least=1)
+    extra = None if redundant is None else _numbers("--redundant", redundant, int, least=0)
+    return _numbers("--gpus", gpus, int, least=1), ratios, extra
+
+
+def _synthetic(model: str | None, stage: _Stage | None, seed: int) -> tuple[str, Workload]:
+    """Return the synthetic traffic that the options ask for, and its name."""
+    shape = model_shape(model or "deepseek-v3")
+    drawn: Stage = "prefill" if stage is _Stage.prefill else "decode"
+    name = f"{shape.name} {drawn}, synthetic"
+    return name, Workload.preset(shape.name, drawn, seed=seed)
 
 
 def _numbers(option: str, text: str, kind: type[_Number], *, least: int) -> list[_Number]:
@@ -539,6 +671,19 @@ def _warnings_as_lines() -> Iterator[None]:
         yield
 
 
+def _require_one_traffic(file: Path | None, model: str | None, stage: _Stage | None) -> None:
+    if file is not None and (model is not None or stage is not None):
+        raise typer.BadParameter("--model and --stage are for synthetic traffic: leave FILE out")
+
+
+def _require_writable(json: str | None, csv: str | None, plot: Path | None) -> None:
+    """Refuse outputs of a study that could not be written."""
+    if json == csv == "-":
+        raise typer.BadParameter("only one of --json and --csv can be -")
+    _require_folders(json, csv, plot)
+    _require_suffix(plot, ".pdf", ".svg", ".png")
+
+
 def _require_folders(*targets: str | Path | None) -> None:
     """Refuse a file that could not be written, before the work and not after it."""
     for target in targets:
@@ -559,13 +704,13 @@ def _write(target: str | None, text: str) -> None:
 
 
 @contextmanager
-def _progress(quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
+def _progress(quiet: bool, doing: str = "routing") -> Iterator[Callable[[int, int], None] | None]:
     """Show a progress bar on standard error, if that is a terminal."""
     console = Console(stderr=True)
     if quiet or not console.is_terminal:
         yield None
         return
-    columns = (TextColumn("routing"), BarColumn(), TimeRemainingColumn())
+    columns = (TextColumn(doing), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -23,29 +23,37 @@ from eplb_opt.objective import Objective
 from eplb_opt.placement import slots_for
 from eplb_opt.placers import PlacementMethod
 from eplb_opt.placing import as_load, solve_placement
-from eplb_opt.routers import RoutingMethod, TimeLimit, resolve_method
-from eplb_opt.routing import Router, Routing
+from eplb_opt.routers import RoutingMethod, TimeLimit, resolve_method, routing_methods
+from eplb_opt.routing import Router
 from eplb_opt.status import Status
 from eplb_opt.trace import LoadTrace, TokenTrace, read_trace
 from eplb_opt.workload import Workload
 
-__all__ = ["DEFAULT_METHODS", "GapRow", "GapStudy", "Traffic", "optimality_gap"]
+__all__ = ["GapRow", "GapStudy", "Traffic", "default_methods", "optimality_gap"]
 
 Traffic: TypeAlias = "Workload | LoadTrace | TokenTrace | str | os.PathLike[str]"
 
-DEFAULT_METHODS = (
-    "optimal",
-    "metro:order=single-copy-first",
-    "metro",
-    "uniform",
-    "rank-mod",
-    "nearest",
-    "vllm-hash",
-    "trtllm",
-    "random",
-)
+_RULES = ("metro:order=single-copy-first", "metro")
+_SPLITTING_RULES = ("uniform", "rank-mod", "nearest", "vllm-hash", "trtllm", "random")
+
+# Methods that solve one objective only; under another they are rules, priced like all others.
+_OWN_OBJECTIVE = {"matching": "activations", "flow": "tokens"}
 
 _STEPS_AT_ONCE = 32  # bounds the memory of a study, whatever the length of its trace
+
+
+def default_methods(objective: Objective) -> tuple[str, ...]:
+    """Return the methods that a study of this objective compares, its reference first."""
+    first = [_reference(objective)]
+    if first == ["makespan"]:
+        first += ["matching", "flow"] if objective.split else ["matching"]
+    return (*first, *_RULES, *(_SPLITTING_RULES if objective.split else ()))
+
+
+def _reference(objective: Objective) -> str:
+    """Return the method to compare with: it proves its answers, or nearly all of them."""
+    counts = objective.counts_activations or objective.counts_tokens
+    return "optimal" if counts else "makespan"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +73,11 @@ class GapRow:
     gap_mean, gap_p50, gap_p95, gap_p99, gap_max
         Of ``makespan / optimum - 1`` over problems.
     makespan, optimum
-        Means of the fullest GPU's time under the method, and of the proven optimum.
+        Means of the slowest GPU's time under the method, and of the best proven bound: that of the
+        study's reference, or of an exact method that proves more. See `optimum_proven`.
     even
         Mean of what the fullest GPU would have if replicas did not matter: live experts, or
-        tokens, over GPUs.
+        tokens, over GPUs. NaN for an objective that counts neither.
     activated
         Replicas that receive tokens, mean.
     tokens_per_activated
@@ -82,6 +91,12 @@ class GapRow:
         Whether the method proves its answers, if its time lasts.
     proven
         Share of the problems whose answer the method itself proved to be optimal.
+    optimum_proven
+        Share of the problems where some answer meets the bound, which is then the optimum. The gaps
+        of the others are to a bound that may be too low: they are at most what is said.
+    gap_beyond_idle
+        ``makespan / optimum - 1`` of the means, without what the objective's offsets alone cost,
+        which no routing changes; NaN where the optimum is no more than that.
     """
 
     gpus: int
@@ -105,6 +120,8 @@ class GapRow:
     microseconds: float
     exact: bool
     proven: float
+    optimum_proven: float
+    gap_beyond_idle: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +142,11 @@ class GapStudy:
         Where the times were taken.
     rows
         One per deployment and method.
+    reference
+        The method that all are compared with: ``optimal``, or for an objective that needs a search
+        ``makespan`` with its proven bound.
+    idle
+        Time that the objective's offsets alone cost.
     """
 
     traffic: str
@@ -134,23 +156,38 @@ class GapStudy:
     layers: int
     machine: str
     rows: tuple[GapRow, ...]
+    reference: str
+    idle: float
 
     def to_json(self) -> str:
         """Return the study as a JSON object; what is not known (no problem answered) is null."""
-        study = asdict(self)
-        study["rows"] = [
-            {key: None if value != value else value for key, value in row.items()}
-            for row in study["rows"]
-        ]
-        return json.dumps(study, indent=2, allow_nan=False)
+        return as_json(self)
 
     def to_csv(self) -> str:
         """Return the rows as CSV with a header line."""
-        text = io.StringIO()
-        writer = csv.DictWriter(text, [f.name for f in fields(GapRow)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in self.rows)
-        return text.getvalue()
+        return as_csv(GapRow, self.rows)
+
+
+def as_json(study: Any) -> str:
+    """Return a study (a dataclass) as a JSON object; numbers that are not finite are null."""
+
+    def known(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: known(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [known(item) for item in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(known(asdict(study)), indent=2, allow_nan=False)
+
+
+def as_csv(row_type: type[Any], rows: Sequence[Any]) -> str:
+    """Return rows (dataclasses of one type) as CSV with a header line."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [f.name for f in fields(row_type)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(row) for row in rows)
+    return text.getvalue()
 
 
 def optimality_gap(
@@ -187,10 +224,14 @@ def optimality_gap(
     redundant
         Redundant slots instead of replication ratios; experts + redundant must divide by the GPUs.
     methods
-        Routers, by name or as instances. Default: all of `DEFAULT_METHODS`, but for those that need
-        top-k ids where a trace holds counts only.
+        Routers, by name or as instances. Default: `default_methods`, but for those that need top-k
+        ids where a trace holds counts only. ``"matching"`` and ``"flow"`` minimise
+        activations and tokens under any objective; what they answer has the time that the objective
+        gives it.
     objective
-        What the gap is of.
+        What the gap is of: an `Objective`, a preset's name or a JSON file. Where it counts neither
+        activations nor tokens, ``makespan`` is the reference, and its proven bound stands for the
+        optimum; see `GapRow.optimum_proven`.
     tokens
         Tokens of a batch over all GPUs, where batches are drawn or cut from a token trace.
     steps
@@ -211,8 +252,7 @@ def optimality_gap(
         Threads over problems.
     stop
         Time limit of each call of an exact engine: up to 32 batches with all their layers. See
-        `GapRow.proven` for how many it proved in time; its other answers are those that it had,
-        METRO's if it starts from there and found no better.
+        `GapRow.proven` for how many it proved in time; its other answers are the best that it had.
     progress
         Called with (done, total) batches times deployments times methods.
 
@@ -247,27 +287,37 @@ def optimality_gap(
         traffic, tokens=tokens, steps=steps, top_k=top_k, draft_layers=draft_layers, seed=seed
     )
     load = batches.load if place_on is None else _load_of(place_on, draft_layers, batches)
-    deployments = _deployments(load.shape[1], gpus, replication, redundant)
+    tried = deployments(load.shape[1], gpus, replication, redundant)
     resolved = _resolved(methods, objective, batches.holds_ids)
+    reference = _reference(objective)
 
     rows: list[GapRow] = []
-    done, total = 0, len(deployments) * len(resolved) * batches.steps
-    for num_gpus, per_gpu in deployments:
+    done, total = 0, len(tried) * len(resolved) * batches.steps
+    for num_gpus, per_gpu in tried:
         placement = solve_placement(
             load, num_gpus=num_gpus, slots_per_gpu=per_gpu, method=placer
         ).placement
-        optimum = Router(placement, objective=objective, threads=threads)
+        best = Router(placement, objective=objective, method=reference, threads=threads)
         tallies = [
-            _Tally(label, Router(placement, objective=objective, method=m, threads=threads))
-            for label, m in resolved
+            _Tally(
+                label, Router(placement, objective=own, method=m, threads=threads), objective, stop
+            )
+            for label, m, own in resolved
         ]
         for demand, ids in batches.chunks(num_gpus):
-            best = optimum.route(demand)
+            routing = best.route(demand, bound=True)
+            optimum, least = routing.bound, routing.makespan
+            answers = []
             for tally in tallies:
-                tally.add(demand, ids, best, stop)
+                answer = tally.route(demand, ids)
+                optimum = np.fmax(optimum, answer.bound)
+                least = np.fmin(least, answer.makespan)
+                answers.append(answer)
                 done += len(demand)
                 if progress is not None:
                     progress(done, total)
+            for tally, answer in zip(tallies, answers, strict=True):
+                tally.add(demand, answer, optimum, proven=least <= optimum)
         rows += [tally.row() for tally in tallies]
     return GapStudy(
         traffic=batches.name,
@@ -277,6 +327,8 @@ def optimality_gap(
         layers=load.shape[0],
         machine=f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
         rows=tuple(rows),
+        reference=reference,
+        idle=objective.idle,
     )
 
 
@@ -314,7 +366,7 @@ class _Batches:
         if traffic is None:
             traffic = Workload.preset("deepseek-v3", seed=seed)
         name = str(traffic) if isinstance(traffic, (str, os.PathLike)) else "traffic in memory"
-        source = _opened(traffic)
+        source = opened(traffic)
         if isinstance(source, LoadTrace) and source.num_steps == 1:
             name += ", drawn from its popularity"
             source = Workload.from_load(source.load(), top_k, seed=seed)
@@ -330,7 +382,7 @@ class _Batches:
                 steps or 20,
                 tokens,
                 len(popularity),
-                *_moe_layers(popularity, draft_layers),
+                *moe_layers(popularity, draft_layers),
                 at=lambda begin, end: drawn.draw(tokens, end - begin, first_step=begin),
                 holds_ids=True,
             )
@@ -343,7 +395,7 @@ class _Batches:
                 len(counts),
                 None,
                 source.num_layers,
-                *_moe_layers(source.load(), draft_layers),
+                *moe_layers(source.load(), draft_layers),
                 at=lambda begin, end: counts[begin:end],
                 holds_ids=False,
             )
@@ -353,7 +405,7 @@ class _Batches:
             len(cut),
             tokens,
             source.num_layers,
-            *_moe_layers(source.load(), draft_layers),
+            *moe_layers(source.load(), draft_layers),
             at=lambda begin, end: cut[begin:end],
             holds_ids=True,
         )
@@ -376,61 +428,101 @@ class _Batches:
             yield np.ascontiguousarray(part, dtype=np.int64), None
 
 
-class _Tally:
-    """Adds up one method's answers: sums, and the gap of every problem for its percentiles."""
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """A method's answers to a chunk, arrays [steps, layers]; NaN where there is none, or no bound.
 
-    def __init__(self, label: str, router: Router) -> None:
+    `proven` says where the method itself proved that it is optimal.
+    """
+
+    makespan: NDArray[np.float64]
+    bound: NDArray[np.float64]
+    proven: NDArray[np.bool_]
+    activated: NDArray[np.int64]
+
+    @property
+    def answered(self) -> NDArray[np.bool_]:
+        """Where there is an answer."""
+        return ~np.isnan(self.makespan)
+
+
+class _Tally:
+    """Adds up one method's answers: sums, and the gap of every problem for its percentiles.
+
+    The router's own objective may be another than the study's.
+    """
+
+    def __init__(
+        self, label: str, router: Router, objective: Objective, stop: TimeLimit | None
+    ) -> None:
         self.label = label
         self.router = router
+        self.objective = objective
+        self.exact = router.method.traits.exact and router.objective == objective
+        self._stop = stop if router.method.traits.extra == "exact" else None
         self._gaps: list[NDArray[np.float64]] = []
         self._sums: defaultdict[str, float] = defaultdict(float)
 
-    def add(
-        self,
-        demand: NDArray[np.int64],
-        ids: NDArray[np.int32] | None,
-        best: Routing,
-        stop: TimeLimit | None,
-    ) -> None:
-        traits = self.router.method.traits
-        if traits.needs and ids is None:
+    def route(self, demand: NDArray[np.int64], ids: NDArray[np.int32] | None) -> _Answer:
+        """Route a chunk against the clock."""
+        needs = self.router.method.traits.needs
+        if needs and ids is None:
             raise InvalidTokensError(
-                f"{self.label} needs {traits.needs[0]} and the trace holds counts only; leave the "
+                f"{self.label} needs {needs[0]} and the trace holds counts only; leave the "
                 f"method out, or draw batches from the trace's load"
             )
         out = self.router.allocate(demand.shape)
         out.tokens.fill(0)  # has the system map the pages now, not while the clock runs
         began = time.perf_counter()
-        self.router.route(
-            demand,
-            out=out,
-            topk_ids=ids if traits.needs else None,
-            stop=stop if traits.extra == "exact" else None,
-        )
+        self.router.route(demand, out=out, topk_ids=ids if needs else None, stop=self._stop)
         self._sums["seconds"] += time.perf_counter() - began
 
-        answered = out.status != Status.UNSOLVED
-        if (out.makespan < best.makespan)[answered].any():
+        makespan = out.makespan
+        if self.router.objective != self.objective:
+            makespan = self.objective.time(out.tokens).max(axis=-1)
+        return _Answer(
+            makespan=makespan,
+            bound=np.where(self.exact, out.bound, np.nan),
+            proven=self.exact & (out.status == Status.OPTIMAL),
+            activated=out.activated.sum(axis=-1),
+        )
+
+    def add(
+        self,
+        demand: NDArray[np.int64],
+        answer: _Answer,
+        optimum: NDArray[np.float64],
+        proven: NDArray[np.bool_],
+    ) -> None:
+        """Compare a chunk's answers with the best bounds, where `proven` the optima."""
+        if (answer.makespan < optimum).any():
             raise EplbError(
                 f"{self.label} answers with less than the proven optimum, so it does not serve "
                 f"every token; eplb_opt.testing.check_routing says which"
             )
         live = demand > 0
+        answered = answer.answered
+        if not self.objective.split and (answer.activated > live.sum(axis=-1)).any():
+            raise EplbError(
+                f"{self.label} splits an expert's tokens over its replicas, which the objective "
+                f"{self.objective.name} forbids; leave the method out"
+            )
         of_problem = {
             "answered": answered,
-            "proven": out.status == Status.OPTIMAL,
-            "makespan": out.makespan,
-            "optimum": best.makespan,
+            "proven": answer.proven,
+            "optimum_proven": proven,
+            "makespan": answer.makespan,
+            "optimum": optimum,
             "tokens": demand.sum(axis=-1),
-            "activated": out.activated.sum(axis=-1),
+            "activated": answer.activated,
             "live": live.sum(axis=-1),
             "available": (live * self.router.placement.copies).sum(axis=-1),
         }
         for name, values in of_problem.items():
             self._sums[name] += float(values[answered].sum())
         self._sums["unsolved"] += float((~answered).sum())
-        one = np.ones_like(best.makespan)
-        gap = np.divide(out.makespan, best.makespan, out=one, where=best.makespan > 0) - 1
+        one = np.ones_like(optimum)
+        gap = np.divide(answer.makespan, optimum, out=one, where=optimum > 0) - 1
         self._gaps.append(gap[answered])
 
     def row(self) -> GapRow:
@@ -444,7 +536,7 @@ class _Tally:
         mean = {
             name: total / answered if answered else math.nan for name, total in self._sums.items()
         }
-        demand = "tokens" if self.router.objective.counts_tokens else "live"
+        idle = self.objective.idle
         return GapRow(
             gpus=placement.num_gpus,
             redundant=slots - placement.num_experts,
@@ -459,18 +551,28 @@ class _Tally:
             gap_max=float(gaps.max()),
             makespan=mean["makespan"],
             optimum=mean["optimum"],
-            even=mean[demand] / placement.num_gpus,
+            even=self._even(mean) / placement.num_gpus,
             activated=mean["activated"],
             tokens_per_activated=self._sums["tokens"] / max(1.0, self._sums["activated"]),
             live_experts=mean["live"],
             replicas_available=mean["available"],
             microseconds=self._sums["seconds"] / (answered + unsolved) * 1e6,
-            exact=self.router.method.traits.exact,
+            exact=self.exact,
             proven=mean["proven"],
+            optimum_proven=mean["optimum_proven"],
+            gap_beyond_idle=(mean["makespan"] - idle) / (mean["optimum"] - idle) - 1
+            if mean["optimum"] > idle
+            else math.nan,
         )
 
+    def _even(self, mean: dict[str, float]) -> float:
+        """Return what an even share is a share of."""
+        if self.objective.counts_activations:
+            return mean["live"]
+        return mean["tokens"] if self.objective.counts_tokens else math.nan
 
-def _opened(traffic: Traffic) -> Workload | LoadTrace | TokenTrace:
+
+def opened(traffic: Traffic) -> Workload | LoadTrace | TokenTrace:
     if isinstance(traffic, (str, os.PathLike)):
         return read_trace(traffic)
     if not isinstance(traffic, (Workload, LoadTrace, TokenTrace)):
@@ -486,9 +588,9 @@ def _load_of(
 ) -> NDArray[np.float64]:
     """Return what to place on, float64 [layers, experts], for the layers that the batches have."""
     if isinstance(place_on, (str, os.PathLike, Workload, LoadTrace, TokenTrace)):
-        source = _opened(place_on)
+        source = opened(place_on)
         recorded = as_load(source.popularity if isinstance(source, Workload) else source.load())
-        load, _ = _moe_layers(recorded, draft_layers)
+        load, _ = moe_layers(recorded, draft_layers)
     else:
         load = recorded = as_load(place_on)
     if len(recorded) == batches.recorded_layers:
@@ -501,7 +603,7 @@ def _load_of(
     return load
 
 
-def _moe_layers(load: ArrayLike, draft_layers: int) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
+def moe_layers(load: ArrayLike, draft_layers: int) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
     """Return the rows with any load, but for a draft model's, and which they are."""
     array = np.asarray(load, dtype=np.float64)
     if not 0 <= draft_layers < len(array):
@@ -513,7 +615,7 @@ def _moe_layers(load: ArrayLike, draft_layers: int) -> tuple[NDArray[np.float64]
     return array[layers], layers
 
 
-def _deployments(
+def deployments(
     experts: int,
     gpus: Sequence[int],
     replication: Sequence[float],
@@ -551,16 +653,20 @@ def local_batches(ids: NDArray[np.integer], gpus: int) -> NDArray[np.int32]:
 
 def _resolved(
     methods: Sequence[str | RoutingMethod] | None, objective: Objective, holds_ids: bool
-) -> list[tuple[str, RoutingMethod]]:
-    """Return labels and methods: those asked for, or the default ones that the traffic serves."""
+) -> list[tuple[str, RoutingMethod, Objective]]:
+    """Return labels, methods and what each minimises: of those asked for, or the default ones."""
     if isinstance(methods, str) or (methods is not None and not len(methods)):
         raise ValueError(f"methods is {methods!r}; expected a list of one or more")
-    resolved = [
-        (method if isinstance(method, str) else repr(method), resolve_method(method, objective))
-        for method in (DEFAULT_METHODS if methods is None else methods)
-    ]
+    resolved: list[tuple[str, RoutingMethod, Objective]] = []
+    for method in default_methods(objective) if methods is None else methods:
+        label = method if isinstance(method, str) else repr(method)
+        name = label.partition(":")[0]
+        own = objective
+        if name in _OWN_OBJECTIVE and not routing_methods()[name].solves(objective):
+            own = Objective.preset(_OWN_OBJECTIVE[name])
+        resolved.append((label, resolve_method(method, own), own))
     return [
-        (label, method)
-        for label, method in resolved
+        (label, method, own)
+        for label, method, own in resolved
         if methods is not None or holds_ids or not method.traits.needs
     ]

@@ -1,9 +1,10 @@
-"""Figures of a study, for papers and pages; matplotlib is imported when one is drawn."""
+"""Figures of studies, for papers and pages; matplotlib is imported when one is drawn."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -15,12 +16,13 @@ from numpy.typing import NDArray
 
 from eplb_opt.errors import SolverUnavailableError
 from eplb_opt.gap import GapStudy
+from eplb_opt.regime import CHOICES, Choice, Crossover, RegimeMap
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["plot_gap"]
+__all__ = ["plot_gap", "plot_regimes"]
 
 _INK, _GRID = "#333333", "#e6e6e6"
 # Okabe and Ito's colours, told apart with every kind of colour vision, but for their yellow, which
@@ -54,11 +56,20 @@ _STYLE: Mapping[Any, Any] = MappingProxyType(
         "pdf.fonttype": 42,  # many journals refuse the Type 3 fonts of the default
     }
 )
-_GAP = "gap to the proven optimum (%)\nmean, to the 95th percentile"
+# Pale, so that the figures in the cells can be read on them.
+_CHOICE_COLOURS: Mapping[Choice, str] = MappingProxyType(
+    {
+        "no-replicas": "#e8e8e8",
+        "uniform": "#f7e6b5",
+        "metro": "#b8d8ee",
+        "token-balance": "#f3c6a5",
+        "makespan": "#aadccb",
+    }
+)
 
 
 def plot_gap(study: GapStudy, path: str | os.PathLike[str]) -> None:
-    """Draw how far each method is from the proven optimum, by replication.
+    """Draw how far each method is from the optimum, or its best proven bound, by replication.
 
     A panel per number of GPUs, with one y axis for all: the mean gap in per cent as a line per
     method, and a pale one up to the 95th percentile. If the gaps span a wide range, the axis is
@@ -82,6 +93,51 @@ def plot_gap(study: GapStudy, path: str | os.PathLike[str]) -> None:
     OSError
         When the file cannot be written.
     """
+    if not study.rows:
+        raise ValueError("the study has no rows to draw")
+    panels = _panels(study)
+    proven = all(row.optimum_proven == 1 for row in study.rows if row.problems)
+    label = f"gap to the {'proven optimum' if proven else 'best bound'} (%)\n"
+    label += "mean, to the 95th percentile"
+    with _figure(path, f"Optimality gap: {study.traffic}, {study.objective}") as figure:
+        if any(line.ratio.size > 1 for lines in panels.values() for line in lines):
+            _draw_lines(figure, panels, label)
+        else:
+            _draw_rows(figure, panels, label)
+
+
+def plot_regimes(regimes: RegimeMap, path: str | os.PathLike[str]) -> None:
+    """Draw a phase diagram: the best choice by batch size, and by skew or replication.
+
+    With two skews or more a panel per deployment, with a row per skew; else a panel per number of
+    GPUs, with a row per replication. A cell's colour is the best choice, and its figure the time of
+    the faster of METRO and token balance over that of ``makespan``. Lines across the rows are where
+    METRO and token balance cross, and TEMPO's boundaries (see `eplb_opt.regime.Crossover`).
+
+    Parameters
+    ----------
+    regimes
+        What `eplb_opt.regime_map` returned.
+    path
+        Where to write it, as for `plot_gap`.
+
+    Raises
+    ------
+    SolverUnavailableError, ValueError, OSError
+        As `plot_gap`.
+    """
+    panels: dict[str, list[int]] = {}
+    by_skew = len({crossover.skew for crossover in regimes.crossovers}) > 1
+    for at, c in enumerate(regimes.crossovers):
+        title = f"{c.gpus} GPUs" + (f", replication {c.replication:.5g}" if by_skew else "")
+        panels.setdefault(title, []).append(at)
+    with _figure(path, f"Regimes: {regimes.traffic}, {regimes.objective}") as figure:
+        _draw_phases(figure, regimes, panels, by_skew)
+
+
+@contextmanager
+def _figure(path: str | os.PathLike[str], title: str) -> Iterator[Figure]:
+    """Make a figure in the style of all, and write it."""
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure
@@ -89,16 +145,9 @@ def plot_gap(study: GapStudy, path: str | os.PathLike[str]) -> None:
         raise SolverUnavailableError(
             "plots need matplotlib: pip install 'eplb-opt[plot]'"
         ) from None
-    if not study.rows:
-        raise ValueError("the study has no rows to draw")
-    panels = _panels(study)
     with mpl.rc_context(dict(_STYLE)):
         figure = Figure(layout="constrained", dpi=200)
-        if any(line.ratio.size > 1 for lines in panels.values() for line in lines):
-            _draw_lines(figure, panels)
-        else:
-            _draw_rows(figure, panels)
-        title = f"Optimality gap: {study.traffic}, {study.objective}"
+        yield figure
         figure.savefig(Path(path), metadata={"Title": title})
 
 
@@ -147,7 +196,7 @@ def _looks(study: GapStudy) -> dict[str, tuple[str, str]]:
     return {method: next(looks) if method in gapped else (_INK, "o") for method in methods}
 
 
-def _draw_lines(figure: Figure, panels: Mapping[int, Sequence[_Line]]) -> None:
+def _draw_lines(figure: Figure, panels: Mapping[int, Sequence[_Line]], label: str) -> None:
     """Draw gap over replication: a panel per number of GPUs, a line per method."""
     most = max(map(len, panels.values()))
     figure.set_size_inches(1.75 + 1.75 * len(panels), max(2.6, 0.8 + 0.13 * most))
@@ -167,7 +216,7 @@ def _draw_lines(figure: Figure, panels: Mapping[int, Sequence[_Line]]) -> None:
         ax.set_xticks(ratios, _tick_labels(ratios))
         ax.grid(axis="y", color=_GRID, linewidth=0.5)
         ax.set_title(f"{gpus} GPUs")
-    axes[0].set_ylabel(_GAP)
+    axes[0].set_ylabel(label)
     axes[len(axes) // 2].set_xlabel("replication (slots / experts)")
     _label_ends(figure, axes[-1], list(panels.values())[-1])
 
@@ -183,7 +232,7 @@ def _tick_labels(ratios: NDArray[np.float64]) -> list[str]:
     return labels
 
 
-def _draw_rows(figure: Figure, panels: Mapping[int, Sequence[_Line]]) -> None:
+def _draw_rows(figure: Figure, panels: Mapping[int, Sequence[_Line]], label: str) -> None:
     """Draw gaps of one replication ratio: a panel per number of GPUs, a row per method."""
     methods = list(dict.fromkeys(line.method for lines in panels.values() for line in lines))
     figure.set_size_inches(1.75 + 1.75 * len(panels), 0.8 + 0.17 * len(methods))
@@ -198,7 +247,7 @@ def _draw_rows(figure: Figure, panels: Mapping[int, Sequence[_Line]]) -> None:
         ax.set_title(f"{gpus} GPUs, replication {lines[0].ratio[0]:.5g}")
     axes[0].set_yticks(range(len(methods)), [_short(method) for method in methods])
     axes[0].set_ylim(len(methods) - 0.5, -0.5)
-    axes[len(axes) // 2].set_xlabel(_GAP)
+    axes[len(axes) // 2].set_xlabel(label)
 
 
 def _scale(ax: Axes, along: Literal["x", "y"], panels: Mapping[int, Sequence[_Line]]) -> None:
@@ -264,3 +313,58 @@ def _apart(wanted: NDArray[np.float64], distance: float) -> NDArray[np.float64]:
     places = np.empty_like(wanted)
     places[order] = np.concatenate([np.full(len(p), np.mean(p)) for p in pools]) + offsets
     return places
+
+
+def _draw_phases(
+    figure: Figure, regimes: RegimeMap, panels: Mapping[str, Sequence[int]], by_skew: bool
+) -> None:
+    """Draw the panels, each of the deployments and skews of those numbers."""
+    from matplotlib.patches import Patch
+
+    size = len(regimes.rows) // len(regimes.crossovers)
+    batches = np.array([row.tokens_per_gpu for row in regimes.rows[:size]])
+    columns = 2 if len(panels) == 1 else 4  # of the legend
+    tallest = max(map(len, panels.values()))
+    width = 1.2 + max(2.2, 0.31 * size) * len(panels)
+    figure.set_size_inches(width, 1.1 + 0.24 * tallest + 0.2 * (8 // columns))
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for ax, (title, members) in zip(axes, panels.items(), strict=True):
+        crossovers = [regimes.crossovers[at] for at in members]
+        for y, at in enumerate(members):
+            for x, row in enumerate(regimes.rows[at * size : (at + 1) * size]):
+                colour = _CHOICE_COLOURS[row.best]
+                ax.fill_between([x - 0.5, x + 0.5], y - 0.5, y + 0.5, color=colour)
+                pure = min(row.ratio("metro"), row.ratio("token-balance"))
+                where = {"ha": "center", "va": "center", "zorder": 3}
+                ax.text(x, y, f"{pure:.2f}", fontsize=6, **where)
+        lines = _draw_boundaries(ax, crossovers, batches)
+        ax.set(xlim=(-0.5, size - 0.5), ylim=(-0.5, len(members) - 0.5), title=title)
+        ax.set_xticks(range(size), list(map(str, batches)))
+        labels = [f"{c.skew if by_skew else c.replication:.5g}" for c in crossovers]
+        ax.set_yticks(range(len(members)), labels)
+    axes[0].set_ylabel("Zipf exponent" if by_skew else "replication\n(slots / experts)")
+    axes[len(axes) // 2].set_xlabel("tokens of a batch per GPU")
+    best = {row.best for row in regimes.rows}
+    patches = [Patch(color=_CHOICE_COLOURS[c], label=c) for c in CHOICES if c in best]
+    figure.legend(
+        handles=[*patches, *lines], loc="outside lower center", ncols=columns, frameon=False
+    )
+
+
+def _draw_boundaries(
+    ax: Axes, crossovers: Sequence[Crossover], batches: NDArray[np.int64]
+) -> list[Any]:
+    """Draw where METRO and token balance cross, and TEMPO's boundaries: a stroke in every row."""
+    looks = (
+        ("METRO = token balance", "-", _INK, [c.tokens_per_gpu for c in crossovers]),
+        ("TEMPO's boundary", "--", _COLOURS[1], [c.flip for c in crossovers]),
+        ("hottest expert", ":", _COLOURS[1], [c.flip_hottest for c in crossovers]),
+    )
+    ends = np.arange(len(crossovers))[:, None] + [-0.5, 0.5, np.nan]  # NaN lifts the pen
+    lines = []
+    scale = np.log(batches), np.arange(len(batches))
+    for label, style, colour, crossed in looks:
+        # Between the columns, which stand apart equally, along the logarithm.
+        x = np.interp(np.log(np.maximum(crossed, 1)), *scale, left=np.nan, right=np.nan)
+        lines += ax.plot(np.repeat(x, 3), ends.ravel(), style, color=colour, label=label)
+    return lines

@@ -1,4 +1,4 @@
-"""What the command line prints: studies, routings, placements, traffic and presets as tables."""
+"""What the command line prints: studies, regimes, routings, placements, traffic and presets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,10 @@ from eplb_opt.gap import GapRow, GapStudy
 from eplb_opt.objective import OBJECTIVES
 from eplb_opt.placement import EMPTY, Placement
 from eplb_opt.placers import placement_methods
+from eplb_opt.regime import CHOICES, Crossover, RegimeMap
 from eplb_opt.routers import routing_methods
 from eplb_opt.routing import Routing
-from eplb_opt.status import Status
+from eplb_opt.status import Proof, Status
 from eplb_opt.trace import LoadTrace, TokenTrace
 from eplb_opt.workload import MODEL_SHAPES
 
@@ -31,6 +32,7 @@ __all__ = [
     "many",
     "print_placement",
     "print_presets",
+    "print_regimes",
     "print_routing",
     "print_study",
     "print_trace",
@@ -92,9 +94,11 @@ class _Column:
     wide: bool = False  # shown only where there is room
 
 
+_GAP_MEAN = _Column("gap %\nmean", lambda row: 100 * row.gap_mean, decimals=1)
+_BEYOND_IDLE = _Column("beyond\nidle", lambda row: 100 * row.gap_beyond_idle, decimals=1)
 _PROVEN = _Column("proven\n%", lambda row: 100 * row.proven, decimals=1)
 _COLUMNS = (
-    _Column("gap %\nmean", lambda row: 100 * row.gap_mean, decimals=1),
+    _GAP_MEAN,
     _Column("p50", lambda row: 100 * row.gap_p50, decimals=1, wide=True),
     _Column("p95", lambda row: 100 * row.gap_p95, decimals=1),
     _Column("p99", lambda row: 100 * row.gap_p99, decimals=1, wide=True),
@@ -125,6 +129,8 @@ def print_study(study: GapStudy) -> None:
         f"objective {study.objective}"
     )
     columns = [column for column in _COLUMNS if console.width >= 100 or not column.wide]
+    if study.idle:
+        columns.insert(1, _BEYOND_IDLE)
     stopped = _stopped(study)
     if stopped:
         columns.append(_PROVEN)
@@ -138,8 +144,7 @@ def print_study(study: GapStudy) -> None:
         console.print(
             f"\n[bold]{first.gpus} GPUs, replication {first.replication:.5g}[/bold]"
             f" ({first.redundant} redundant slots)\n"
-            f"[dim]{live} live experts with {available} replicas;"
-            f" even share {first.even:.4g}, optimum {first.optimum:.4g}[/dim]"
+            f"[dim]{live} live experts with {available} replicas; {_optimum(first)}[/dim]"
         )
         table = _table("", "method", *(column.header for column in columns))
         table.columns[0].min_width = min(longest, 32)
@@ -148,13 +153,26 @@ def print_study(study: GapStudy) -> None:
         for row, cells in rows:
             table.add_row(Text(row.method), *cells, style="green" if row.gap_max == 0 else "")
         console.print(table)
+    idle = "beyond idle: without what the offsets alone cost, of the means\n" if study.idle else ""
     console.print(
         "\n[dim]gap: makespan / optimum - 1 of every problem (a layer and a batch)\n"
-        "makespan: of the fullest GPU, mean; µs: wall time per problem\n"
+        f"{idle}makespan: of the slowest GPU, mean; µs: wall time per problem\n"
         f"machine: {study.machine}[/dim]"
     )
     for line in stopped:
         console.print(Text(line), soft_wrap=True)
+
+
+def _optimum(row: GapRow) -> str:
+    """Say what the optimum of a deployment is, or how far it is known."""
+    if isfinite(row.even):
+        return f"even share {row.even:.4g}, optimum {row.optimum:.4g}"
+    if row.optimum_proven == 1:
+        return f"optimum {row.optimum:.4g}"
+    return (
+        f"optimum at least {row.optimum:.4g}, proven for {100 * row.optimum_proven:.2f} % of the "
+        "problems; gaps are to the best proven bound"
+    )
 
 
 def _stopped(study: GapStudy) -> list[str]:
@@ -168,34 +186,98 @@ def _stopped(study: GapStudy) -> list[str]:
         if proven < asked:
             left_out = f"; {unsolved} have no answer and are left out" if unsolved else ""
             lines.append(
-                f"{method}: {asked - proven} of its {many(asked, 'problem')} were not proven in "
-                "time; their answers are the best that it had, METRO's if it started there and "
-                f"found no better{left_out}"
+                f"{method}: {asked - proven} of its {many(asked, 'problem')} were not proven; "
+                f"their answers are the best that it had{left_out}"
             )
     return lines
 
 
+def print_regimes(regimes: RegimeMap) -> None:
+    """Print a table per deployment and skew, and where METRO and token balance cross."""
+    console = _console()
+    flips = 0 < regimes.break_even < inf
+    console.print(Text(regimes.traffic, style="bold"), soft_wrap=True)
+    console.print(
+        f"{regimes.batches} x {regimes.layers} problems of each size (batches x MoE layers), "
+        f"objective {regimes.objective}"
+        + (f", break-even {regimes.break_even:.4g} tokens of an expert" if flips else "")
+    )
+    ratios = [choice for choice in CHOICES if choice != "makespan"]
+    headers = ("tokens/\nGPU", "makespan", *(choice.replace("-", "\n") for choice in ratios))
+    size = len(regimes.rows) // len(regimes.crossovers)
+    for at, crossover in enumerate(regimes.crossovers):
+        rows = regimes.rows[at * size : (at + 1) * size]
+        skew = "" if crossover.skew is None else f", Zipf {crossover.skew:g}"
+        console.print(
+            f"\n[bold]{crossover.gpus} GPUs, replication {crossover.replication:.5g}{skew}[/bold]"
+            f" ({crossover.redundant} redundant slots)"
+        )
+        mixed = ["mixed\n%"] if flips else []
+        table = _table("", *headers, "proven\n%", *mixed, "  best", left=0)
+        table.columns[-1].justify = "left"
+        for column in table.columns:
+            column.vertical = "bottom"
+        makespans = _texts([row.makespan for row in rows])
+        for row, makespan in zip(rows, makespans, strict=True):
+            cells = [f"{row.ratio(choice):.3f}" for choice in ratios]
+            shares = [f"{100 * share:.0f}" for share in (row.proven, row.mixed)][: 1 + len(mixed)]
+            table.add_row(str(row.tokens_per_gpu), makespan, *cells, *shares, f"  {row.best}")
+        console.print(table)
+        console.print(Text(_crossing(crossover)), soft_wrap=True)
+    console.print(
+        "\n[dim]makespan: the slowest GPU's time, mean; the others: their time over it\n"
+        f"best: the simplest within {100 * regimes.within:g} % of the least[/dim]"
+    )
+    if flips:
+        console.print(
+            "[dim]mixed: problems with both hot experts (more tokens per replica than break-even)"
+            " and cold\nTEMPO's boundary: where the average activated replica, and the hottest"
+            " expert, reach break-even[/dim]"
+        )
+
+
+def _crossing(crossover: Crossover) -> str:
+    """Say where METRO and token balance cross, what supports it, and TEMPO's boundary."""
+    below, above = crossover.below, crossover.above
+    if below is None:
+        said = f"token balance is faster than METRO from {many(above or 0, 'token')} per GPU on"
+    elif above is None:
+        said = f"METRO is at least as fast as token balance up to {many(below, 'token')} per GPU"
+    else:
+        said = (
+            f"METRO and token balance cross at {crossover.tokens_per_gpu:.0f} tokens per GPU "
+            f"(METRO takes {crossover.ratio_below:.3f} times as long at {below}, "
+            f"{crossover.ratio_above:.3f} at {above})"
+        )
+    if not isfinite(crossover.flip):
+        return said
+    hottest = crossover.flip_hottest
+    return f"{said}; TEMPO's boundary: {crossover.flip:.0f}, hottest {hottest:.0f}"
+
+
 def print_routing(routing: Routing, method: str) -> None:
     """Print a routing's summary, and its layers."""
-    summary, objective = routing.summary(), routing.objective.name
+    summary, objective = routing.summary(), routing.objective
+    counts = objective.counts_activations or objective.counts_tokens
+    time = objective.name if counts else f"{objective.name} time"
     problems = routing.status.size
     proven = int((routing.status == Status.OPTIMAL).sum())
     facts = [
         ("placement", _shape_of(routing.placement)),
-        ("objective", f"{objective} on the fullest GPU"),
+        ("objective", f"{time} of the {'fullest' if counts else 'slowest'} GPU"),
         ("live experts", f"{summary.live_experts:.2f} per problem"),
         ("replicas available", f"{summary.replicas_available:.2f}"),
         ("replicas activated", f"{summary.replicas_activated:.2f}"),
         ("tokens per activated", f"{summary.tokens_per_activated:.2f}"),
         (
-            f"{objective} of a GPU",
-            f"p50 {summary.time_p50:g}, p95 {summary.time_p95:g}, p99 {summary.time_p99:g}, "
-            f"worst {summary.time_max:g}",
+            f"{time} of a GPU",
+            f"p50 {summary.time_p50:.6g}, p95 {summary.time_p95:.6g}, "
+            f"p99 {summary.time_p99:.6g}, worst {summary.time_max:.6g}",
         ),
-        ("balance", f"{summary.balance:.3f} (mean GPU over the fullest)"),
+        ("balance", f"{summary.balance:.3f} (mean GPU over the largest)"),
         ("makespan", f"{summary.makespan:.2f} (sum over layers)"),
-        ("bound", f"{summary.bound:.2f}"),
-        ("gap", f"{100 * summary.gap:.2f} %"),
+        ("bound", f"{summary.bound:.2f}{_provers(routing)}"),
+        ("gap", f"{100 * summary.gap:.2f} %{_beyond_idle(routing)}"),
         ("status", f"{proven} of {problems} problems proven optimal"),
     ]
     if summary.unsolved:
@@ -203,6 +285,30 @@ def print_routing(routing: Routing, method: str) -> None:
     _print_facts(f"{method}: {many(summary.problems, 'problem')} routed", facts)
     if routing.placement.layered:
         _console().print(_layer_table(routing))
+
+
+def _provers(routing: Routing) -> str:
+    """Say who proved the bounds, and of how many problems each."""
+    proofs, problems = np.unique(routing.proved_by, return_counts=True)
+    by = [
+        (Proof(proof).name.lower().replace("_", "-"), times)
+        for proof, times in zip(proofs, problems, strict=True)
+        if proof != Proof.NONE
+    ]
+    if len(by) == 1:
+        return f" (proven by {by[0][0]})"
+    return f" (proven by {', '.join(f'{name} {times}' for name, times in by)})" if by else ""
+
+
+def _beyond_idle(routing: Routing) -> str:
+    """Say the gap without what offsets alone cost, if there are any: of the sums, as the gap."""
+    idle = routing.objective.idle
+    answered = routing.status != Status.UNSOLVED
+    bound = (routing.bound[answered] - idle).sum()
+    if not idle or not bound > 0:
+        return ""
+    gap = (routing.makespan[answered] - idle).sum() / bound - 1
+    return f", {100 * gap:.2f} % beyond the {idle:g} that a GPU takes without tokens"
 
 
 def _layer_table(routing: Routing, most: int = 12, fullest: int = 5) -> Table:

@@ -18,6 +18,7 @@ from eplb_opt.objective import Objective
 from eplb_opt.placement import Placement
 from eplb_opt.routers import resolve_method
 from eplb_opt.routers.base import NO_CONTEXT, Context, RoutingMethod, TimeLimit, refuse
+from eplb_opt.routers.makespan import prover
 from eplb_opt.status import Proof, Status
 
 __all__ = ["Proof", "Router", "Routing", "RoutingSummary", "Status", "solve_routing"]
@@ -340,9 +341,7 @@ class Router:
         self._solve = self.method.bind(placement, self.objective, threads)
         self._compiled = self.method.traits.compiled
         self._proves = self.method.traits.exact
-        self._prove = (
-            _core.prove_tokens if self.objective.counts_tokens else _core.prove_activations
-        )
+        self._prove = prover(placement, self.objective)
 
     def allocate(self, shape: Sequence[int]) -> Routing:
         """Return an empty answer for tokens of that shape, to pass to `route` as ``out=``.

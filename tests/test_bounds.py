@@ -3,32 +3,41 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from eplb_opt.bounds import certified_bound
 from eplb_opt.errors import InvalidTokensError
-from eplb_opt.objective import Objective
+from eplb_opt.objective import Curve, Objective, Piece
 from eplb_opt.placement import Placement
 from eplb_opt.routing import solve_routing
-from eplb_opt.testing import Problem, problems
+from eplb_opt.testing import Problem, objectives, optimal_makespan, problems
 
 OBJECTIVES = st.sampled_from(("activations", "tokens"))
 
 
 def proven(gpus: list[list[int]], tokens: list[int], members: list[bool], objective: str) -> int:
     """Count by loops what a set of GPUs proves for one layer."""
+    size = sum(members)
+    count = proven_count(gpus, tokens, members, objective)
+    return math.ceil(count / size) if size and count < 2**50 else -(-count // max(size, 1))
+
+
+def proven_count(
+    gpus: list[list[int]], tokens: list[int], members: list[bool], objective: str
+) -> int:
+    """Count what must be served in a set of GPUs: live experts, or tokens."""
     inside = {expert for row, member in zip(gpus, members, strict=True) if member for expert in row}
     outside = {e for row, member in zip(gpus, members, strict=True) if not member for e in row}
-    size = sum(members)
     confined = inside - outside - {-1}
-    count = sum(bool(tokens[e]) if objective == "activations" else tokens[e] for e in confined)
-    return math.ceil(count / size) if size and count < 2**50 else -(-count // max(size, 1))
+    return sum(bool(tokens[e]) if objective == "activations" else tokens[e] for e in confined)
 
 
 @given(st.data(), problems(max_gpus=6), OBJECTIVES)
@@ -68,6 +77,88 @@ def test_no_set_proves_more_than_the_optimum_and_one_proves_it(
     assert np.array_equal(np.max(bounds, axis=0), optimum)
 
 
+def of_every_set(problem: Problem, objective: Objective) -> list[NDArray[np.float64]]:
+    """Return the bounds that all sets of GPUs prove."""
+    placement, tokens = problem.placement, problem.tokens
+    shape = (*tokens.shape[:-1], placement.num_gpus)
+    return [
+        certified_bound(placement, tokens, np.broadcast_to(members, shape), objective)
+        for members in product([False, True], repeat=placement.num_gpus)
+    ]
+
+
+@settings(max_examples=60)
+@given(
+    st.data(),
+    problems(
+        max_layers=1,
+        max_gpus=3,
+        max_slots_per_gpu=3,
+        max_experts=5,
+        max_tokens=5,
+        max_batches=1,
+        huge=False,
+    ),
+)
+def test_no_set_proves_more_than_the_best_of_all_routings(
+    data: st.DataObject, problem: Problem
+) -> None:
+    """For every kind of objective, no bound is above the least makespan that trying all finds.
+
+    Compared as they are, without a tolerance: bounds are evaluated so that rounding keeps order.
+    """
+    objective = data.draw(objectives(num_gpus=problem.placement.num_gpus))
+    least = optimal_makespan(problem.placement, problem.tokens, objective)
+    bounds = of_every_set(problem, objective)
+    assert (np.max(bounds, axis=0) <= least).all()
+    assert (np.min(bounds, axis=0) >= objective.idle).all()
+
+
+def least_time(objective: Objective, counts: list[int], members: list[bool]) -> float:
+    """Find by loops the smallest time by which a set's GPUs can have so many activations, tokens.
+
+    For objectives without curves.
+    """
+    nominal = replace(objective, slowness=None)
+    slowness = objective.slowness or (1.0,) * len(members)
+    of_set = [s for s, member in zip(slowness, members, strict=True) if member]
+    best = objective.idle
+    for count, one_each in zip(counts, (True, False), strict=True):
+        if not count or not of_set:
+            continue
+        times = [
+            nominal.time(np.array([[1] * j + [0] if one_each else [j]]))[0]
+            for j in range(count + 1)
+        ]
+        needed = [
+            time
+            for time in sorted({s * t for s in of_set for t in times})
+            if sum(
+                max([j for j, t in enumerate(times) if s * t <= time], default=0) for s in of_set
+            )
+            >= count
+        ]
+        best = max(best, needed[0])
+    return float(best)
+
+
+@given(st.data(), problems(max_layers=1, max_gpus=4, max_tokens=6, max_batches=0, huge=False))
+def test_unequal_gpus_by_loops(data: st.DataObject, problem: Problem) -> None:
+    """The bound is the smallest time that occurs by which the set's GPUs can have their counts."""
+    placement = problem.placement
+    objective = data.draw(objectives(num_gpus=placement.num_gpus, curves=False))
+    members = data.draw(
+        st.lists(st.booleans(), min_size=placement.num_gpus, max_size=placement.num_gpus)
+    )
+    tokens = problem.tokens[0] if placement.layered else problem.tokens
+    rows = placement.expert_of[0].reshape(placement.num_gpus, -1).tolist()
+    counts = [proven_count(rows, tokens.tolist(), members, kind) for kind in ("activations", "")]
+    bound = certified_bound(
+        placement, problem.tokens, [members] * placement.layered or members, objective
+    )
+    assert bound.item() == least_time(objective, counts, members)
+
+
 def test_worked_examples() -> None:
     """Three live experts on two GPUs need two on one; confined ones count, others do not."""
     placement = Placement([[0, 1], [0, 2]])
@@ -78,6 +169,48 @@ def test_worked_examples() -> None:
     assert (
         float(certified_bound(placement, [9, 2, 4], [False, True], Objective.preset("tokens"))) == 4
     )
+
+
+def test_worked_examples_of_measured_times() -> None:
+    """The larger of two pieces, offsets, slow GPUs, tiles and curves: by hand."""
+    placement = Placement([[0, 1], [0, 2]])
+    roofline = Objective(pieces=(Piece(offset=3, activation=2), Piece(token=0.5)))
+    for tokens, time in (([1, 1, 1], 7), ([99, 1, 1], 25.5), ([0, 0, 0], 3)):
+        assert float(certified_bound(placement, tokens, [True, True], roofline)) == time
+    # Three replicas: the fast GPU has them all by 3, the two together two of them by 2.
+    slow = Objective(pieces=(Piece(activation=1.0),), slowness=(1.0, 2.5))
+    assert float(certified_bound(placement, [1, 1, 1], [True, True], slow)) == 2.5
+    assert float(certified_bound(placement, [1, 1, 1], [False, True], slow)) == 2.5
+    assert float(certified_bound(placement, [1, 1, 1], [True, False], slow)) == 1
+    # 70 tokens: 50 by 50 at slowness 1 and 20 by 50 at slowness 2.5.
+    slow = Objective(pieces=(Piece(token=1.0),), slowness=(1.0, 2.5))
+    assert float(certified_bound(placement, [60, 5, 5], [True, True], slow)) == 50
+    tiles = Objective(pieces=(Piece(activation=10, tile=4, token=1),), tile_tokens=8)
+    assert float(certified_bound(placement, [30, 0, 0], [True, True], tiles)) == 10 + 2 * 4 + 15
+    # A staircase of 128 tokens a step: its floor is 10 a replica, 10 / 128 a token.
+    steps = Objective(pieces=(Curve((1, 128, 129, 256, 257), (10.0, 10.0, 20.0, 20.0, 30.0)),))
+    assert float(certified_bound(placement, [1, 1, 1], [True, True], steps)) == 20
+    found = float(certified_bound(placement, [2560, 0, 0], [True, True], steps))
+    assert found == pytest.approx(100, rel=1e-10)
+    assert found < 100
+
+
+def test_slow_gpus_with_huge_counts() -> None:
+    """Halving finds the exact integers where rounding would be off by one."""
+    placement = Placement([[0], [0], [0]])
+    most = 2**39 - 1
+    slow = Objective(pieces=(Piece(token=1.0),), slowness=(1.0, 3.0, 7.0))
+    bound = certified_bound(placement, [most], [True, True, True], slow)
+    caps = [math.floor(bound.item() / s) for s in (1, 3, 7)]
+    before = [math.floor((bound.item() - 1) / s) for s in (1, 3, 7)]
+    assert sum(caps) >= most > sum(before)
+
+
+def test_the_slowness_must_be_of_the_placement() -> None:
+    """As in `Objective.time`, other numbers of GPUs are refused."""
+    slow = Objective(pieces=(Piece(token=1.0),), slowness=(1.0, 2.0))
+    with pytest.raises(ValueError, match="slowness of 2 GPUs; the placement has 1"):
+        certified_bound(Placement([[0]]), [1], [True], slow)
 
 
 def test_an_empty_set_proves_nothing() -> None:

@@ -6,7 +6,7 @@ import csv
 import dataclasses
 import io
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,17 +17,20 @@ import pytest
 from eplb_opt import gap
 from eplb_opt.demand import count_tokens
 from eplb_opt.errors import EplbError, InvalidPlacementError, InvalidTokensError
-from eplb_opt.gap import DEFAULT_METHODS, GapRow, GapStudy, optimality_gap
-from eplb_opt.objective import Objective
+from eplb_opt.gap import GapRow, GapStudy, default_methods, optimality_gap
+from eplb_opt.objective import Objective, Piece
 from eplb_opt.placement import Placement
 from eplb_opt.placing import solve_placement
-from eplb_opt.routers import Matching, TimeLimit, Traits, finish
+from eplb_opt.routers import Flow, Matching, TimeLimit, Traits, finish
 from eplb_opt.routers.base import Solve
 from eplb_opt.routing import Routing, solve_routing
 from eplb_opt.trace import LoadTrace, TokenTrace
 from eplb_opt.workload import Workload
 
 Ids = npt.NDArray[np.int32]
+
+DEFAULT_METHODS = default_methods(Objective.preset("activations"))
+MEASURED = Objective(pieces=(Piece(activation=3), Piece(token=1)), name="measured")
 
 SMALL: dict[str, Any] = {"gpus": [4], "replication": [1.5], "tokens": 6, "steps": 3}
 
@@ -97,6 +100,8 @@ def test_no_method_beats_the_optimum(workload: Workload, objective: str) -> None
         assert 0 <= row.gap_mean <= row.gap_max
         assert row.gap_p50 <= row.gap_p95 <= row.gap_p99 <= row.gap_max
         assert row.optimum >= row.even
+        assert row.optimum_proven == 1
+        assert row.gap_beyond_idle == pytest.approx(row.makespan / row.optimum - 1)
         assert row.exact == row.proven == (row.method == "optimal")
         if row.method == "optimal":
             assert row.gap_max == 0
@@ -146,6 +151,60 @@ def test_progress_counts_to_the_total(workload: Workload) -> None:
     )
     assert seen[-1] == (2 * 2 * 40, 2 * 2 * 40)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+# Any objective
+
+
+def test_a_measured_objective_is_compared_with_the_proven_bound(workload: Workload) -> None:
+    """`makespan` is the reference where no optimum is proven for sure; all are priced alike."""
+    setting: dict[str, Any] = {**SMALL, "tokens": 24, "objective": MEASURED}
+    study = optimality_gap(workload, **setting)
+    assert study.reference == "makespan"
+    assert [row.method for row in study.rows] == list(default_methods(MEASURED))
+    rows = {row.method: row for row in study.rows}
+    demand = count_tokens(workload.draw(24, 3), 16)[:, 1:]
+    placement = placed(workload.popularity[1:])
+    for method, objective in (("matching", "activations"), ("flow", "tokens")):
+        routing = solve_routing(placement, demand, objective=objective)
+        time = MEASURED.time(routing.tokens).max(axis=-1)
+        assert rows[method].makespan == pytest.approx(time.mean())
+        assert (rows[method].exact, rows[method].proven) == (False, 0)
+        assert rows["makespan"].makespan <= rows[method].makespan
+    assert all(row.gap_mean >= 0 for row in study.rows)
+    assert 0 < rows["makespan"].optimum_proven <= 1
+    assert np.isnan([row.even for row in study.rows]).all()
+
+
+def test_a_bound_that_an_engine_proves_is_used(workload: Workload) -> None:
+    """An engine that proves every problem leaves no doubt of the optimum, for all methods."""
+    pytest.importorskip("highspy")
+    setting: dict[str, Any] = {**SMALL, "tokens": 24, "objective": MEASURED}
+    study = optimality_gap(workload, **setting, methods=["metro", "highs"])
+    metro, highs = study.rows
+    assert (metro.optimum_proven, highs.proven) == (1, 1)
+    assert highs.gap_max == 0
+
+
+def test_offsets_are_told_apart(workload: Workload) -> None:
+    """What every GPU takes without tokens makes gaps small; beyond it they are what they were."""
+    offset = replace(MEASURED, pieces=(Piece(offset=50, activation=3), Piece(offset=50, token=1)))
+    plain, idle = (
+        optimality_gap(workload, **{**SMALL, "tokens": 24}, objective=objective, methods=["metro"])
+        for objective in (MEASURED, offset)
+    )
+    assert (plain.idle, idle.idle) == (0, 50)
+    assert idle.rows[0].makespan == pytest.approx(plain.rows[0].makespan + 50)
+    assert idle.rows[0].gap_mean < plain.rows[0].gap_mean
+    assert idle.rows[0].gap_beyond_idle == pytest.approx(plain.rows[0].gap_beyond_idle)
+
+
+def test_the_optimum_of_one_objective_under_the_other(workload: Workload) -> None:
+    """Token balance is a rule when activations are counted, and its gap is no error."""
+    study = optimality_gap(workload, **SMALL, methods=["flow", "optimal"])
+    flow, optimal = study.rows
+    assert flow.gap_mean > optimal.gap_mean == 0
+    assert not flow.exact
 
 
 # Replay
@@ -273,7 +332,12 @@ def test_slots_fill_every_gpu(workload: Workload) -> None:
     assert {(row.gpus, row.redundant) for row in study.rows} == {(3, 5), (5, 4)}
     assert {row.replication for row in study.rows} == {21 / 16, 20 / 16}
     study = optimality_gap(workload, gpus=[2, 4], redundant=[0, 8], tokens=6, steps=1)
-    assert [row.redundant for row in study.rows[:: len(DEFAULT_METHODS)]] == [0, 8, 0, 8]
+    assert [row.redundant for row in study.rows[:: len(DEFAULT_METHODS)]] == [
+        0,
+        8,
+        0,
+        8,
+    ]
 
 
 def test_a_deployment_is_tried_once(workload: Workload) -> None:
@@ -317,7 +381,7 @@ def test_redundant_slots_must_divide(workload: Workload) -> None:
         ({"methods": []}, r"methods is \[\]; expected a list"),
         ({"methods": "metro"}, "methods is 'metro'; expected a list"),
         ({"objective": "speed"}, "unknown objective"),
-        ({"methods": ["flow"]}, "solves tokens"),
+        ({"methods": [Flow()]}, "solves tokens"),
         ({"placer": "none"}, "unknown placement method"),
     ],
 )
@@ -354,12 +418,13 @@ def test_instances_are_methods(workload: Workload) -> None:
 
 
 def test_answers_that_were_not_proven_are_told(workload: Workload) -> None:
-    """An engine stopped at once keeps METRO's answers, which it has proven nowhere."""
+    """An engine stopped at once keeps what it started from, no worse than METRO, not all proven."""
     pytest.importorskip("highspy")
     study = optimality_gap(workload, **SMALL, methods=["highs", "metro"], stop=TimeLimit(0.0))
     engine, metro = study.rows
-    assert (engine.exact, engine.proven, engine.unsolved) == (True, 0, 0)
-    assert (engine.gap_mean, engine.makespan) == (metro.gap_mean, metro.makespan)
+    assert (engine.exact, engine.unsolved) == (True, 0)
+    assert engine.proven < 1
+    assert engine.gap_mean <= metro.gap_mean
 
 
 def test_json_holds_the_whole_study(workload: Workload) -> None:
@@ -439,6 +504,18 @@ def test_gpt_oss_routes(shared_data: Path) -> None:
 
 
 # What a study refuses
+
+
+def test_a_method_that_splits_is_exposed(workload: Workload) -> None:
+    """Where experts must stay whole, the default methods keep them so, and others are refused."""
+    whole = replace(MEASURED, split=False)
+    assert set(default_methods(whole)) < set(default_methods(MEASURED))
+    setting: dict[str, Any] = {**SMALL, "tokens": 64, "objective": whole}
+    study = optimality_gap(workload, **setting)
+    assert [row.method for row in study.rows] == list(default_methods(whole))
+    for method in ("uniform", "flow"):
+        with pytest.raises(EplbError, match=f"{method} splits an expert's tokens"):
+            optimality_gap(workload, **setting, methods=[method])
 
 
 class Loses:

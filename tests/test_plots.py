@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,8 @@ from hypothesis.extra import numpy as hnp
 
 from eplb_opt.errors import SolverUnavailableError
 from eplb_opt.gap import GapRow, GapStudy
-from eplb_opt.plots import _apart, plot_gap
+from eplb_opt.plots import _apart, plot_gap, plot_regimes
+from eplb_opt.regime import Choice, Crossover, RegimeMap, RegimeRow
 
 mpl = pytest.importorskip("matplotlib")
 
@@ -24,12 +26,13 @@ def row(gpus: int, replication: float, method: str, mean: float) -> GapRow:
     gaps = (mean, mean, 1.5 * mean, 1.8 * mean, 2 * mean)
     redundant = round(256 * (replication - 1))
     rest = (12.0, 10.0, 9.0, 150.0, 2.0, 144.0, 200.0, 5.0)
-    return GapRow(gpus, redundant, replication, method, 58, 0, *gaps, *rest, exact=True, proven=1.0)
+    proofs = {"proven": 1.0, "optimum_proven": 1.0, "gap_beyond_idle": mean}
+    return GapRow(gpus, redundant, replication, method, 58, 0, *gaps, *rest, exact=True, **proofs)
 
 
 def study(*rows: GapRow) -> GapStudy:
     """Make a study of rows."""
-    return GapStudy("DeepSeek-V3 decode", "activations", 32, 20, 58, "x86_64", rows)
+    return GapStudy("DeepSeek-V3 decode", "activations", 32, 20, 58, "x86_64", rows, "optimal", 0.0)
 
 
 def grid(gpus: list[int], replication: list[float], methods: tuple[str, ...]) -> GapStudy:
@@ -68,6 +71,15 @@ def test_everything_is_said(tmp_path: Path) -> None:
     assert "Optimality gap: DeepSeek-V3 decode, activations" in texts(path)
     assert texts(path).startswith("<?xml")
     assert f'width="{72 * 5.25:g}pt"' in texts(path)  # two panels
+
+
+def test_a_bound_is_not_called_an_optimum(tmp_path: Path) -> None:
+    """Where one problem is open, the axis says that the gap is to a bound."""
+    whole = grid([8], [1.25, 1.5], ("metro",))
+    for proven, named in ((1.0, "proven optimum"), (0.9, "best bound")):
+        rows = (replace(row, optimum_proven=proven) for row in whole.rows)
+        plot_gap(study(*rows), tmp_path / "gap.svg")
+        assert f"<!-- gap to the {named}" in texts(tmp_path / "gap.svg")
 
 
 def test_one_ratio_gives_a_row_per_method(tmp_path: Path) -> None:
@@ -133,6 +145,67 @@ def test_without_matplotlib_the_extra_is_named(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SolverUnavailableError, match=r"pip install 'eplb-opt\[plot\]'"):
         plot_gap(grid([8], [1.25], ("metro",)), tmp_path / "gap.png")
+
+
+def regimes(
+    gpus: tuple[int, ...], ratios: tuple[float, ...], skews: tuple[float | None, ...], flip: float
+) -> RegimeMap:
+    """Make a map of three batches, METRO best in the first and token balance in the last."""
+    best: tuple[tuple[int, float, Choice], ...] = (
+        (16, 1.0, "metro"),
+        (64, 1.07, "makespan"),
+        (256, 1.3, "token-balance"),
+    )
+    rows, crossovers = [], []
+    for skew in skews:
+        for g, r in ((g, r) for g in gpus for r in ratios):
+            deployment = (g, round(256 * (r - 1)), r, skew)
+            rows += [
+                RegimeRow(*deployment, b, 8, 2.0, 1.5, metro, 1.2, 1.0, 1.0, 1.0, choice, 0.5)
+                for b, metro, choice in best
+            ]
+            crossovers.append(Crossover(*deployment, flip, 64, 256, 0.9, 1.1, 2 * flip, 9 * flip))
+    return RegimeMap(
+        "DeepSeek-V3", "deepseek-v3-fp8", 156, 0.01, 1, 8, tuple(rows), tuple(crossovers)
+    )
+
+
+@pytest.mark.parametrize(
+    ("skews", "titles", "label", "ticks"),
+    [
+        ((None,), ("8 GPUs", "32 GPUs"), "replication", ("1.125", "1.5")),
+        (
+            (0.0, 1.4),
+            tuple(f"{g} GPUs, replication {r}" for g in (8, 32) for r in (1.125, 1.5)),
+            "Zipf exponent",
+            ("0", "1.4"),
+        ),
+    ],
+)
+def test_a_phase_diagram_says_everything(
+    tmp_path: Path,
+    skews: tuple[float | None, ...],
+    titles: tuple[str, ...],
+    label: str,
+    ticks: tuple[str, ...],
+) -> None:
+    """Panels, rows, batches, choices that occur, what they gain, and the three boundaries."""
+    path = tmp_path / "regime.svg"
+    plot_regimes(regimes((8, 32), (1.125, 1.5), skews, 100.0), path)
+    said = texts(path)
+    for text in (*titles, *ticks, label, "16", "64", "256", "1.07", "tokens of a batch per GPU"):
+        assert f"<!-- {text}" in said
+    for text in ("metro", "makespan", "token-balance", "METRO = token balance", "hottest expert"):
+        assert f"<!-- {text} -->" in said
+    assert "<!-- uniform -->" not in said
+    assert "Regimes: DeepSeek-V3, deepseek-v3-fp8" in said
+    assert ("<!-- 8 GPUs -->" in said) == (skews == (None,))
+
+
+@pytest.mark.parametrize("flip", [math.nan, 1e-3, 1e9])
+def test_boundaries_outside_the_batches_are_not_drawn(tmp_path: Path, flip: float) -> None:
+    """None at all, before the first and after the last: one row and one panel are enough."""
+    plot_regimes(regimes((8,), (1.25,), (None,), flip), tmp_path / "regime.png")
 
 
 @settings(max_examples=50)

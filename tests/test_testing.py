@@ -16,13 +16,17 @@ from numpy.typing import NDArray
 
 from eplb_opt import _core
 from eplb_opt.demand import as_tokens, reject_tokens
+from eplb_opt.errors import InfeasibleError, InvalidTokensError
+from eplb_opt.objective import Curve, Objective, Piece
 from eplb_opt.placement import Placement
-from eplb_opt.routing import Router, Routing, Status, solve_routing
+from eplb_opt.routing import Proof, Router, Routing, Status, solve_routing
 from eplb_opt.testing import (
     Problem,
     batches,
     check_certificate,
     check_routing,
+    objectives,
+    optimal_makespan,
     placements,
     problems,
 )
@@ -72,6 +76,8 @@ def test_batches_fit_the_placement(data: st.DataObject, placement: Placement) ->
     tokens = data.draw(batches(placement, max_tokens=7, max_batches=2))
     assert as_tokens(placement, tokens) is tokens
     reject_tokens(placement, tokens)
+    small = data.draw(batches(placement, max_tokens=7, huge=False))
+    assert small.max() <= 7
     lead = tokens.shape[: tokens.ndim - placement.layered - 1]
     assert lead in ((), (1,), (2,))
 
@@ -93,6 +99,33 @@ def test_the_strange_cases_occur() -> None:
         lambda t: t.ndim == 3 and len(t) > 1,
     ):
         occurs(problems().map(lambda problem: problem.tokens), strange_tokens)
+
+
+@settings(max_examples=30)
+@given(st.data(), st.integers(1, 4))
+def test_objectives_fit_the_gpus(data: st.DataObject, num_gpus: int) -> None:
+    """A slowness is of as many GPUs as asked for, a curve comes alone, and only if allowed."""
+    drawn = data.draw(objectives(num_gpus=num_gpus))
+    assert drawn.slowness is None or len(drawn.slowness) == num_gpus
+    assert data.draw(objectives()).slowness is None
+    assert not data.draw(objectives(curves=False)).curves
+
+
+def test_every_kind_of_objective_occurs() -> None:
+    """Pure, two pieces, mixed ones, offsets, tiles, slowness, whole experts, curves."""
+    for kind in (
+        lambda o: o.counts_activations,
+        lambda o: o.counts_tokens,
+        lambda o: o.pieces == (Piece(token=1.0),) and not o.split,
+        lambda o: len(o.linear) == 2 and o.linear[0].activation and o.linear[1].token,
+        lambda o: any(p.activation and p.tile and p.token and p.offset for p in o.linear),
+        lambda o: o.has_tiles and o.tile_tokens <= 5,
+        lambda o: o.slowness and len(set(o.slowness)) == 3,
+        lambda o: o.curves and o.linear and not o.split,
+        lambda o: len(o.pieces) == 3,
+    ):
+        occurs(objectives(num_gpus=3), kind)
+    assert smallest(objectives(num_gpus=2), lambda _: True).counts_activations
 
 
 def test_counterexamples_shrink() -> None:
@@ -162,11 +195,13 @@ CORRUPTIONS: dict[str, list[Edit]] = {
     ],
     "certificate without bound": [
         ("bound", (0, 1), lambda _: np.nan),
+        ("proved_by", (0, 1), lambda _: Proof.NONE),
         ("status", (0, 1), lambda _: Status.FEASIBLE),
     ],
     "another certificate": [("certificate", (0, 1), lambda _: [True, False, False])],
     "optimal without bound": [
         ("bound", (0, 1), lambda _: np.nan),
+        ("proved_by", (0, 1), lambda _: Proof.NONE),
         ("certificate", (0, 1), lambda _: False),
     ],
     "optimal below the makespan": [
@@ -174,7 +209,22 @@ CORRUPTIONS: dict[str, list[Edit]] = {
         ("certificate", (0, 1), lambda _: False),
     ],
     "a status that is none": [("status", (0, 0), lambda _: 7)],
-    "unsolved with tokens": [("status", (1, 1), lambda _: Status.UNSOLVED)],
+    "unsolved with tokens": [
+        ("status", (1, 1), lambda _: Status.UNSOLVED),
+        ("makespan", (1, 1), lambda _: np.nan),
+    ],
+    "unsolved with a makespan": [
+        ("status", (1, 1), lambda _: Status.UNSOLVED),
+        ("tokens", (1, 1), lambda _: 0),
+        ("activated", (1, 1), lambda _: 0),
+    ],
+    "a bound that nobody proved": [("proved_by", (0, 1), lambda _: Proof.NONE)],
+    "a proof of no bound": [
+        ("bound", (0, 1), lambda _: np.nan),
+        ("certificate", (0, 1), lambda _: False),
+        ("status", (0, 1), lambda _: Status.FEASIBLE),
+    ],
+    "a proof that is none": [("proved_by", (0, 0), lambda _: 99)],
 }
 
 
@@ -228,8 +278,8 @@ def test_unsolved_problems_pass_with_nothing_in_them() -> None:
     routing.status[0, 0] = Status.UNSOLVED
     routing.tokens[0, 0] = 0
     routing.activated[0, 0] = 0
-    routing.makespan[0, 0] = 0
-    routing.bound[0, 0] = np.nan
+    routing.makespan[0, 0] = routing.bound[0, 0] = np.nan
+    routing.proved_by[0, 0] = Proof.NONE
     routing.certificate[0, 0] = False
     check_routing(PLACEMENT, TOKENS, routing)
     routing.tokens[1, 0, 1, 1] -= 1
@@ -271,3 +321,117 @@ def array_fields(routing: Routing) -> list[dataclasses.Field[Any]]:
     return [
         f for f in dataclasses.fields(routing) if isinstance(getattr(routing, f.name), np.ndarray)
     ]
+
+
+def as_answer(placement: Placement, tokens: Any, routed: Any, objective: Objective) -> Routing:
+    """Make a routing of these tokens, without a bound."""
+    routing = Router(placement, objective=objective, method="uniform").route(np.array(tokens))
+    routing.tokens[...] = routed
+    routing.activated[...] = (routing.tokens > 0).sum(axis=-1)
+    routing.makespan[...] = objective.time(routing.tokens).max(axis=-1)
+    return routing
+
+
+def claim(routing: Routing, bound: float, proof: Proof) -> None:
+    """Let a routing claim a bound."""
+    routing.bound[...], routing.proved_by[...] = bound, proof
+    routing.status[...] = Status.OPTIMAL if bound == routing.makespan else Status.FEASIBLE
+
+
+ROOFLINE = Objective(pieces=(Piece(offset=1, activation=2), Piece(token=0.5)))
+
+
+def test_any_objective_is_checked() -> None:
+    """The same checks with two pieces and an offset: makespan, refutation, certificate."""
+    placement = Placement([[0, 1], [0, 1]])
+    routing = as_answer(placement, [9, 3], [[6, 0], [3, 3]], ROOFLINE)
+    check_routing(placement, [9, 3], routing)
+    assert float(routing.makespan) == 5
+    claim(routing, 3.0, Proof.COUNT)  # either GPU activates one expert or more
+    routing.certificate[...] = True
+    check_routing(placement, [9, 3], routing)
+    claim(routing, 5.0, Proof.HIGHS)
+    routing.certificate[...] = False
+    with pytest.raises(AssertionError, match="above the optimum"):  # one expert each: 4.5
+        check_routing(placement, [9, 3], routing)
+    claim(routing, 2.5, Proof.COUNT)
+    routing.certificate[...] = True
+    with pytest.raises(AssertionError, match=r"proves a bound of 3, stated is 2\.5"):
+        check_routing(placement, [9, 3], routing)
+
+
+def test_split_experts_are_caught_where_whole_ones_are_due() -> None:
+    """With `split=False` no second replica of an expert takes tokens, on the same GPU neither."""
+    whole = Objective(pieces=(Piece(token=1.0),), split=False)
+    placement = Placement([[0, 1], [0, 0]])
+    check_routing(placement, [4, 1], as_answer(placement, [4, 1], [[0, 1], [0, 4]], whole))
+    for routed in ([[2, 1], [2, 0]], [[0, 1], [2, 2]]):
+        with pytest.raises(AssertionError, match="expert 0 of layer 0 in batch 0 is split over 2"):
+            check_routing(placement, [4, 1], as_answer(placement, [4, 1], routed, whole))
+
+
+# --- the truth ---
+
+
+@given(problems(max_gpus=4, max_experts=5, max_slots_per_gpu=2, max_tokens=4, huge=False))
+def test_trying_every_routing_finds_the_known_optima(problem: Problem) -> None:
+    """Brute force agrees with the exact routers of both polynomial objectives."""
+    for objective in ("activations", "tokens"):
+        least = optimal_makespan(problem.placement, problem.tokens, objective)
+        exact = solve_routing(problem.placement, problem.tokens, objective=objective)
+        assert np.array_equal(least, exact.makespan)
+
+
+def test_worked_optima() -> None:
+    """Found by hand: splits, whole experts, tiles, slowness, and a curve on two slots of a GPU."""
+    placement = Placement([[0, 1], [0, 1]])
+    assert float(optimal_makespan(placement, [9, 3], ROOFLINE)) == 4.5
+    assert float(optimal_makespan(placement, [9, 4], "tokens")) == 7
+    whole = Objective(pieces=(Piece(token=1.0),), split=False)
+    assert float(optimal_makespan(placement, [9, 4], whole)) == 9
+    tiles = Objective(pieces=(Piece(tile=1.0),), tile_tokens=4)
+    assert float(optimal_makespan(placement, [9, 3], tiles)) == 2
+    slow = Objective(pieces=(Piece(token=1.0),), slowness=(1.0, 3.0))
+    assert float(optimal_makespan(placement, [9, 3], slow)) == 9
+    steep = Objective(pieces=(Curve((1, 2), (1.0, 10.0)),))
+    assert float(optimal_makespan(Placement([[0, 0]]), [2], steep)) == 2
+
+
+def test_every_way_to_share_is_tried_once() -> None:
+    """Stars and bars: all different, all complete, as many as the formula says."""
+    placement = Placement([[0, 1], [0, 1], [0, -1]])
+    counted = np.zeros((6, 5), np.int64)
+    seen: set[bytes] = set()
+
+    class Spy(Objective):
+        def time(self, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+            seen.update(map(bytes, tokens))
+            counted[:] += np.array([(tokens == n).sum(axis=0).ravel() for n in range(5)]).T
+            return super().time(tokens)
+
+    optimal_makespan(placement, [4, 2], Spy(pieces=(Piece(token=1.0),)))
+    assert len(seen) == 15 * 3
+    assert counted.sum(axis=1).tolist() == [45] * 6
+    assert counted[4].tolist() == [15, 12, 9, 6, 3]
+
+
+def test_what_takes_too_long_is_refused() -> None:
+    """More routings than can be tried are an error that says how many; so is bad input."""
+    placement = Placement([[[0, 1], [0, 1], [0, 1]]] * 2)
+    with pytest.raises(ValueError, match=r"problem \(1,\) has 51133872384 routings"):
+        optimal_makespan(placement, [[0, 0], [671, 671]])
+    with pytest.raises(ValueError, match="slowness of 1 GPUs"):
+        optimal_makespan(
+            placement, [[0, 0]] * 2, Objective(pieces=(Piece(token=1),), slowness=(1,))
+        )
+    with pytest.raises(InvalidTokensError):
+        optimal_makespan(placement, [[0, -1]] * 2)
+    with pytest.raises(InfeasibleError):
+        optimal_makespan(Placement([[0]], 2, allow_missing=True), [0, 1])
+
+
+def test_no_tokens_take_the_idle_time() -> None:
+    """A problem without tokens has one routing; none at all have an empty answer."""
+    placement = Placement([[0, 1], [0, 1]])
+    assert float(optimal_makespan(placement, [0, 0], ROOFLINE)) == 1
+    assert optimal_makespan(placement, np.zeros((0, 2), np.int64)).shape == (0,)

@@ -12,9 +12,12 @@ from eplb_opt.routers.base import Context, RoutingMethod, Solve, TimeLimit, Trai
 from eplb_opt.routers.cp_sat import CpSat
 from eplb_opt.routers.flow import Flow
 from eplb_opt.routers.highs import Highs
+from eplb_opt.routers.lst import Lst
+from eplb_opt.routers.makespan import Makespan
 from eplb_opt.routers.matching import Matching
 from eplb_opt.routers.metro import Metro
 from eplb_opt.routers.nearest import Nearest
+from eplb_opt.routers.optimal import Optimal, compiled_for
 from eplb_opt.routers.pulp import Pulp
 from eplb_opt.routers.random import Random
 from eplb_opt.routers.rank_mod import RankMod
@@ -27,9 +30,12 @@ __all__ = [
     "CpSat",
     "Flow",
     "Highs",
+    "Lst",
+    "Makespan",
     "Matching",
     "Metro",
     "Nearest",
+    "Optimal",
     "Pulp",
     "Random",
     "RankMod",
@@ -49,9 +55,11 @@ _METHODS: Mapping[str, type[Any]] = MappingProxyType(
     {
         "matching": Matching,
         "flow": Flow,
+        "makespan": Makespan,
         "highs": Highs,
         "cp-sat": CpSat,
         "pulp": Pulp,
+        "lst": Lst,
         "metro": Metro,
         "uniform": Uniform,
         "nearest": Nearest,
@@ -62,13 +70,12 @@ _METHODS: Mapping[str, type[Any]] = MappingProxyType(
     }
 )
 
-_OPTIMAL: Mapping[str, type[Any]] = MappingProxyType({"activations": Matching, "tokens": Flow})
-
 
 def routing_methods() -> dict[str, Traits]:
     """Return what each routing method can do, by name.
 
-    ``"optimal"`` is not a method of its own: it stands for the exact compiled one of the objective.
+    ``"optimal"`` is not among them: it stands for the compiled exact method of the objective, or
+    for `Optimal` where there is none.
 
     Examples
     --------
@@ -105,7 +112,9 @@ def resolve_method(method: str | RoutingMethod, objective: Objective) -> Routing
 
 def _parse(spec: str, objective: Objective) -> RoutingMethod:
     name, _, given = spec.partition(":")
-    cls = _OPTIMAL[objective.name] if name == "optimal" else _METHODS.get(name)
+    cls = _METHODS.get(name)
+    if name == "optimal":
+        cls = compiled_for(objective) or Optimal
     if cls is None:
         raise ValueError(f"unknown method {name!r}; known: optimal, {', '.join(_METHODS)}")
     fields = {f.name: f for f in dataclasses.fields(cls)}

@@ -154,6 +154,15 @@ class Traits:
     compiled: bool = False
 
 
+SPLITTING = "any with split"
+"""The objectives of a rule that splits experts over their replicas, whatever it is asked for."""
+
+
+def allows_split(objective: Objective) -> bool:
+    """Say whether an expert's tokens may be split: `Traits.solves` of a rule that does."""
+    return objective.split
+
+
 class RoutingMethod(Protocol):
     """A routing method: an immutable object that holds its options.
 

@@ -1,33 +1,48 @@
-"""`cp-sat`: METRO's integer program, solved by OR-Tools CP-SAT."""
+"""`cp-sat`: the integer program of any objective, curves included, solved by OR-Tools CP-SAT."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from fractions import Fraction
+from itertools import chain, pairwise
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb_opt.objective import Objective
+from eplb_opt.objective import Curve, Objective, Piece
 from eplb_opt.placement import Placement
 from eplb_opt.routers.base import Solve, Traits
 from eplb_opt.routers.exact import EngineError, Found, Program, judge, require, seconds_left
+from eplb_opt.routers.values import ROUNDING
+from eplb_opt.status import Proof
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
+
+LARGEST = 1 << 60
+"""CP-SAT wants every sum, at every value of its variables, to fit 64 bits with room to spare."""
 
 
 @dataclass(frozen=True, slots=True)
 class CpSat:
     """The program of `eplb_opt.routers.exact`, by clause learning in CP-SAT (OR-Tools).
 
-    CP-SAT calculates in 64-bit integers: its proofs are exact at any number of tokens. Gap limits
-    are zero, the seed is fixed, and every problem has one worker, so answers repeat.
+    CP-SAT calculates in 64-bit integers. Times are decimals as they are written (0.0945, not the
+    double beside it), brought to a common denominator: then its proofs are exact at any number of
+    tokens. Times of so many digits that the sums do not fit are rounded down to the digits that do,
+    which leaves the bound true and the answer short of the optimum by no more than those. Gap
+    limits are zero, the seed is fixed, and every problem has one worker, so answers repeat.
+
+    A curve is a choice, for every pair, of the stretch that its tokens lie in, and a linear time on
+    it.
 
     Parameters
     ----------
     warm_start
-        Hint METRO's greedy answer, which is then also the least that a time limit leaves.
+        Hint a good answer, which is then also the least that a time limit leaves.
 
     Notes
     -----
@@ -44,7 +59,7 @@ class CpSat:
     """
 
     traits: ClassVar[Traits] = Traits(
-        "METRO's integer program, by OR-Tools CP-SAT", exact=True, extra="exact"
+        "the integer program, by OR-Tools CP-SAT", exact=True, extra="exact"
     )
 
     warm_start: bool = True
@@ -58,14 +73,17 @@ class CpSat:
             If ortools is not installed.
         """
         require("cp-sat", "ortools")
-        return judge("cp-sat", _solve, placement, objective, threads, self.warm_start)
+        return judge(Proof.CP_SAT, solve, placement, objective, threads, self.warm_start)
 
 
-def _solve(program: Program, start: NDArray[np.int64] | None, deadline: float) -> Found:
+def solve(program: Program, start: NDArray[np.int64] | None, deadline: float) -> Found:
     """Solve a program with one worker."""
     from ortools.sat.python import cp_model
 
-    model, x = _model(program, start)
+    grid = _Grid.of(program)
+    stated = _state(program, grid)
+    if start is not None:
+        _hint(stated, program, grid, start)
     engine = cp_model.CpSolver()
     parameters = engine.parameters
     parameters.num_workers = 1
@@ -74,44 +92,291 @@ def _solve(program: Program, start: NDArray[np.int64] | None, deadline: float) -
     # CP-SAT would take Ctrl-C for a time limit, and leave the process without Python's handler.
     parameters.catch_sigint_signal = False
     parameters.max_time_in_seconds = seconds_left(deadline)
-    status = engine.solve(model)
-    if status == cp_model.UNKNOWN:
-        return Found(None, engine.best_objective_bound)
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+    status = engine.solve(stated.model)
+    if status == cp_model.INFEASIBLE and start is None and math.isfinite(program.most):
+        return Found(None, program.most + program.has_integer_times)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE, cp_model.UNKNOWN):
         raise EngineError(f"it ended with the status {engine.status_name(status)}")
-    taken = np.array([engine.value(tokens) for tokens in x], np.int64)
-    return Found(taken, engine.best_objective_bound)
+    bound = grid.time(engine.best_objective_bound)
+    if status == cp_model.UNKNOWN:
+        return Found(None, bound)
+    taken = np.array([engine.value(variable) for variable in stated.x or stated.y], np.int64)
+    return Found(taken if stated.x else taken * program.tokens[program.expert], bound)
 
 
-def _model(
-    program: Program, start: NDArray[np.int64] | None
-) -> tuple[cp_model.CpModel, list[cp_model.IntVar]]:
-    """State the program, with a start as its hint; return it with x by pair."""
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """The integers that stand for times: time * `steps`, rounded down.
+
+    Attributes
+    ----------
+    steps
+        Integers per unit of time.
+    exact
+        Whether nothing is rounded.
+    rounding
+        What the doubles of `Objective.time` may differ by from the times as written, as a share.
+    """
+
+    steps: Fraction
+    exact: bool
+    rounding: float
+
+    @classmethod
+    def of(cls, program: Program) -> _Grid:
+        """Return the coarsest grid that is exact, or a fine one if sums on that do not fit."""
+        objective, whole = program.objective, program.whole_counts()
+        slots = len(program.gpu) + int(program.fixed_counts().activated.sum())
+        tokens = int(whole.tokens.sum()) + int(program.fixed.sum())
+        tiles = slots + tokens // objective.tile_tokens
+        times, most, rounding = [], Fraction(0), 2 * ROUNDING
+        for piece in objective.pieces:
+            if isinstance(piece, Curve):
+                ends = _stretches(piece, tokens)
+                times += [time for s in ends for time in (s.time, s.slope)]
+                most = max(most, slots * (ends[-1].time + ends[-1].slope * tokens))
+                # The last slope is that of two rounded times, taken far beyond them.
+                rounding += ROUNDING * (slots + tokens / (piece.tokens[-1] - piece.tokens[-2]))
+            else:
+                prices = [written(x) for x in (piece.activation, piece.tile, piece.token)]
+                times += [written(piece.offset), *prices]
+                counts = zip(prices, (slots, tiles, tokens), strict=True)
+                most = max(most, times[-4] + sum(price * count for price, count in counts))
+        slowness = [written(s) for s in sorted(set(objective.slowness or (1.0,)))]
+        most = max(most * slowness[-1], Fraction(1, LARGEST))
+        steps = Fraction(math.lcm(*((t * s).denominator for t in times for s in slowness)))
+        if steps * most <= LARGEST:
+            return cls(steps, True, rounding)
+        return cls(Fraction(2) ** math.floor(math.log2(LARGEST / most) - 1), False, rounding)
+
+    def integer(self, time: Fraction) -> int:
+        """Return the integer that stands for a time."""
+        return math.floor(time * self.steps)
+
+    def time(self, integer: float) -> float:
+        """Return the least makespan that an integer can stand for; -inf for none at all."""
+        if not math.isfinite(integer):
+            return -math.inf
+        return float(round(integer) / self.steps) * (1 - self.rounding)
+
+
+class _Stretch(NamedTuple):
+    """A part of a curve that is linear: tokens from `first` to `last`, from `time` on."""
+
+    first: int
+    last: int
+    time: Fraction
+    slope: Fraction
+
+
+def _stretches(curve: Curve, most: int) -> list[_Stretch]:
+    """Return a curve from 1 token to `most` as the fewest linear parts."""
+    tokens, times = list(curve.tokens), [written(t) for t in curve.times]
+    slopes = [
+        (b - a) / (n - m) for (a, b), (m, n) in zip(pairwise(times), pairwise(tokens), strict=True)
+    ]
+    # Each from one row to the next, the last on to the end; before the first row the time is flat.
+    starts = [(tokens[0], times[0], slopes[0])]
+    if tokens[0] > 1:
+        starts.insert(0, (1, times[0], Fraction(0)))
+    for row, (slope, before) in enumerate(zip(slopes[1:], slopes, strict=False), 1):
+        if slope != before:
+            starts.append((tokens[row], times[row], slope))
+    starts = [start for start in starts if start[0] <= max(most, 1)]
+    lasts = [first - 1 for first, _, _ in starts[1:]] + [max(most, 1)]
+    return [
+        _Stretch(first, last, time, slope)
+        for (first, time, slope), last in zip(starts, lasts, strict=True)
+    ]
+
+
+def written(value: float) -> Fraction:
+    """Return the decimal that a double is written as."""
+    return Fraction(repr(value))
+
+
+class _Part(NamedTuple):
+    """One stretch of a curve for one pair: whether its tokens lie there, and how far beyond."""
+
+    stretch: _Stretch
+    chosen: cp_model.IntVar
+    beyond: cp_model.IntVar | None
+
+
+class _Stated(NamedTuple):
+    """A model and its variables: x, y and z by pair, or none of a kind; parts by curve and pair."""
+
+    model: cp_model.CpModel
+    makespan: cp_model.IntVar
+    x: list[cp_model.IntVar]
+    y: list[cp_model.IntVar]
+    z: list[cp_model.IntVar]
+    parts: list[list[list[_Part]]]
+
+
+def _state(program: Program, grid: _Grid) -> _Stated:
+    """State the program, λ on a grid."""
     from ortools.sat.python import cp_model
 
     model = cp_model.CpModel()
-    demand = [int(program.tokens[e]) for e in program.expert]
-    x = [model.new_int_var(0, tokens, f"x{pair}") for pair, tokens in enumerate(demand)]
-    timed = x
-    if program.counts_activations:
-        timed = [model.new_bool_var(f"y{pair}") for pair in range(len(x))]
-        for tokens, replica, activated in zip(demand, x, timed, strict=True):
-            model.add(replica <= tokens * activated)
-
-    most = program.gpu.size if program.counts_activations else int(program.tokens.sum())
-    makespan = model.new_int_var(0, most, "makespan")
-    for gpu in range(program.num_gpus):
-        model.add(sum(timed[pair] for pair in np.flatnonzero(program.gpu == gpu)) <= makespan)
-    for expert, tokens in enumerate(program.tokens):
-        pairs = np.flatnonzero(program.expert == expert)
-        model.add(sum(x[pair] for pair in pairs) == int(tokens))
+    objective, most = program.objective, math.inf
+    room = program.room().tolist()
+    if math.isfinite(program.most):
+        most = math.floor(Fraction(program.most) * grid.steps * Fraction(1 + 10 * ROUNDING))
+    least = (
+        grid.integer(Fraction(program.counted_bound() * (1 - grid.rounding))) if grid.exact else 0
+    )
+    makespan = model.new_int_var(least, int(min(most, 2 * LARGEST)), "makespan")
     model.minimize(makespan)
 
-    if start is not None:
-        model.add_hint(makespan, program.makespan(start))
-        for replica, tokens in zip(x, start, strict=True):
-            model.add_hint(replica, int(tokens))
-        if program.counts_activations:
-            for activated, tokens in zip(timed, start, strict=True):
-                model.add_hint(activated, bool(tokens))
-    return model, x
+    y = [model.new_bool_var(f"y{p}") for p in range(len(room))] if program.has_y else []
+    stated = _Stated(model, makespan, [], y, [], [])
+    if objective.split:
+        stated.x.extend(model.new_int_var(0, most, f"x{p}") for p, most in enumerate(room))
+        _link(stated, program, room)
+        for curve in objective.curves:
+            stretches = [_stretches(curve, most) for most in room]
+            stated.parts.append([_part(model, *at) for at in zip(stated.x, stretches, strict=True)])
+    else:
+        for pair in np.flatnonzero(program.room() < program.whole_counts().tokens):
+            model.add(y[pair] == 0)
+    _serve(stated, program)
+    _time(stated, program, grid)
+    _order(stated, program)
+    return stated
+
+
+def _link(stated: _Stated, program: Program, room: list[int]) -> None:
+    """Let tokens activate their replica and fill tiles."""
+    model, tile_tokens = stated.model, program.objective.tile_tokens
+    for replica, most, activated in zip(stated.x, room, stated.y, strict=False):
+        model.add(replica <= most * activated)
+    if not program.has_z:
+        return
+    for pair, most in enumerate(room):
+        stated.z.append(model.new_int_var(0, -(-most // tile_tokens), f"z{pair}"))
+        model.add(stated.x[pair] <= tile_tokens * stated.z[pair])
+    for activated, tiles in zip(stated.y, stated.z, strict=False):
+        model.add(activated <= tiles)
+
+
+def _part(
+    model: cp_model.CpModel, replica: cp_model.IntVar, stretches: list[_Stretch]
+) -> list[_Part]:
+    """Put the tokens of a replica, if it has any, into one stretch of a curve."""
+    parts = []
+    for stretch in stretches:
+        length, chosen, beyond = stretch.last - stretch.first, model.new_bool_var(""), None
+        if length:
+            beyond = model.new_int_var(0, length, "")
+            model.add(beyond <= length * chosen)
+        parts.append(_Part(stretch, chosen, beyond))
+    model.add_at_most_one(part.chosen for part in parts)
+    taken = [part.stretch.first * part.chosen for part in parts]
+    model.add(replica == _sum([*taken, *(p.beyond for p in parts if p.beyond is not None)]))
+    return parts
+
+
+def _sum(terms: Iterable[cp_model.LinearExpr]) -> cp_model.LinearExprT:
+    from ortools.sat.python import cp_model
+
+    return cp_model.LinearExpr.sum(list(terms))
+
+
+def _serve(stated: _Stated, program: Program) -> None:
+    """Serve every token, and say how many replicas an expert needs if one does not hold it."""
+    fewest = program.fewest_replicas(program.room()).tolist()
+    for expert, tokens in enumerate(program.tokens.tolist()):
+        pairs = np.flatnonzero(program.expert == expert)
+        if not program.objective.split:
+            stated.model.add_exactly_one(stated.y[pair] for pair in pairs)
+            continue
+        stated.model.add(_sum(stated.x[pair] for pair in pairs) == tokens)
+        if stated.y and fewest[expert] > 1:
+            stated.model.add(_sum(stated.y[pair] for pair in pairs) >= fewest[expert])
+
+
+def _time(stated: _Stated, program: Program, grid: _Grid) -> None:
+    """Let λ be no less than the time of any GPU by any piece."""
+    objective = program.objective
+    room = program.activation_room().tolist()
+    fixed = [counts.tolist() for counts in program.fixed_counts()]
+    for gpu in program.busy.tolist():
+        pairs = np.flatnonzero(program.gpu == gpu).tolist()
+        slow = written(program.slowness.tolist()[gpu])
+        if stated.y and not objective.counts_activations and room[gpu] < len(pairs):
+            stated.model.add(_sum(stated.y[pair] for pair in pairs) <= room[gpu])
+        for piece in objective.linear:
+            time = slow * _linear(piece, *(counts[gpu] for counts in fixed))
+            terms = [_piece_terms(stated, program, piece, pair, slow, grid) for pair in pairs]
+            stated.model.add(grid.integer(time) + _sum(chain(*terms)) <= stated.makespan)
+        for at, curve in enumerate(objective.curves):
+            alone = [_at(curve, n) for n in program.fixed[gpu].tolist() if n]
+            terms = [_curve_terms(stated, program, at, pair, slow, grid) for pair in pairs]
+            time = slow * sum(alone, Fraction(0))
+            stated.model.add(grid.integer(time) + _sum(chain(*terms)) <= stated.makespan)
+
+
+def _piece_terms(
+    stated: _Stated, program: Program, piece: Piece, pair: int, slow: Fraction, grid: _Grid
+) -> list[cp_model.LinearExpr]:
+    """Return the time that a pair takes by a linear piece."""
+    if not program.objective.split:
+        whole = (int(counts[pair]) for counts in program.whole_counts())
+        time = _linear(piece, *whole) - written(piece.offset)
+        return [grid.integer(slow * time) * stated.y[pair]]
+    kinds = ((piece.activation, stated.y), (piece.tile, stated.z), (piece.token, stated.x))
+    return [grid.integer(slow * written(price)) * of[pair] for price, of in kinds if price]
+
+
+def _curve_terms(
+    stated: _Stated, program: Program, at: int, pair: int, slow: Fraction, grid: _Grid
+) -> list[cp_model.LinearExpr]:
+    """Return the time that a pair takes by a curve."""
+    if not program.objective.split:
+        time = _at(program.objective.curves[at], int(program.tokens[program.expert[pair]]))
+        return [grid.integer(slow * time) * stated.y[pair]]
+    parts = stated.parts[at][pair]
+    begun = [grid.integer(slow * p.stretch.time) * p.chosen for p in parts]
+    further = [
+        grid.integer(slow * p.stretch.slope) * p.beyond for p in parts if p.beyond is not None
+    ]
+    return begun + further
+
+
+def _linear(piece: Piece, activated: int, tiles: int, tokens: int) -> Fraction:
+    """Return a piece's time as written."""
+    prices = (written(x) for x in (piece.activation, piece.tile, piece.token))
+    counts = (activated, tiles, tokens)
+    return written(piece.offset) + sum(p * n for p, n in zip(prices, counts, strict=True))
+
+
+def _at(curve: Curve, tokens: int) -> Fraction:
+    """Return a curve's time of one replica as written."""
+    last = _stretches(curve, tokens)[-1]
+    return last.time + last.slope * (tokens - last.first)
+
+
+def _order(stated: _Stated, program: Program) -> None:
+    """Of GPUs that may be renamed, let each take no more than the one before."""
+    sized = stated.y or stated.x
+    for gpus in program.twins():
+        sizes = [_sum(sized[pair] for pair in np.flatnonzero(program.gpu == g)) for g in gpus]
+        for first, second in pairwise(sizes):
+            stated.model.add(second <= first)
+
+
+def _hint(stated: _Stated, program: Program, grid: _Grid, start: NDArray[np.int64]) -> None:
+    """Hint a start for every variable."""
+    tiles = -(-start // program.objective.tile_tokens)
+    stated.model.add_hint(stated.makespan, round(Fraction(program.makespan(start)) * grid.steps))
+    for of, values in ((stated.x, start), (stated.y, start > 0), (stated.z, tiles)):
+        for variable, value in zip(of, values.tolist(), strict=False):
+            stated.model.add_hint(variable, value)
+    for by_pair in stated.parts:
+        for parts, tokens in zip(by_pair, start.tolist(), strict=True):
+            for stretch, chosen, beyond in parts:
+                here = stretch.first <= tokens <= stretch.last
+                stated.model.add_hint(chosen, here)
+                if beyond is not None:
+                    stated.model.add_hint(beyond, tokens - stretch.first if here else 0)

@@ -1,17 +1,28 @@
-"""`highs`: METRO's integer program, solved by HiGHS."""
+"""`highs`: the integer program of any linear objective, solved by HiGHS."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from eplb_opt.objective import Objective
 from eplb_opt.placement import Placement
 from eplb_opt.routers.base import Solve, Traits
-from eplb_opt.routers.exact import EngineError, Found, Program, judge, require, seconds_left
+from eplb_opt.routers.exact import (
+    EngineError,
+    Found,
+    Program,
+    in_units,
+    judge,
+    linear_time,
+    require,
+    seconds_left,
+)
+from eplb_opt.status import Proof
 
 if TYPE_CHECKING:
     import highspy
@@ -48,7 +59,11 @@ class Highs:
     """
 
     traits: ClassVar[Traits] = Traits(
-        "METRO's integer program, by HiGHS", exact=True, extra="exact"
+        "the integer program, by HiGHS",
+        objectives="pieces that are not curves",
+        solves=lambda objective: not objective.curves,
+        exact=True,
+        extra="exact",
     )
 
     warm_start: bool = True
@@ -62,43 +77,55 @@ class Highs:
             If highspy is not installed.
         """
         require("highs", "highspy")
-        return judge("highs", _solve, placement, objective, threads, self.warm_start)
+        return judge(Proof.HIGHS, solve, placement, objective, threads, self.warm_start)
 
 
-def _solve(program: Program, start: NDArray[np.int64] | None, deadline: float) -> Found:
+def solve(program: Program, start: NDArray[np.int64] | None, deadline: float) -> Found:
     """Solve a program in one thread.
 
-    Presolve in HiGHS 1.16 has two defects here. It may turn the start into a better one of the
-    smaller program: HiGHS then proves that one's objective and hands back the start. And with many
-    tokens what it finds may fail its own check ("Solve error"). Without presolve, at two to four
-    times the time, it solves both rightly.
+    Presolve in HiGHS 1.16 has three defects here. It may turn the start into a better one of the
+    smaller program: HiGHS then proves that one's objective and hands back the start. With many
+    tokens what it finds may fail its own check ("Solve error"). And at this tolerance it may find a
+    program infeasible that is not. Without presolve, at two to four times the time, it solves all
+    three rightly.
     """
     from highspy import HighsModelStatus, SolutionStatus
 
-    model = _model(program)
+    program, unit = in_units(program)
+    columns = _Columns.of(program)
+    model = _model(program, columns)
     for presolve in ("choose", "off"):
-        engine = _engine(presolve, seconds_left(deadline))
+        engine = new_engine(presolve, seconds_left(deadline))
         engine.passModel(model)
         if start is not None:
-            engine.setSolution(_solution(program, start))
+            engine.setSolution(_solution(columns, program, start))
         engine.run()
         status, info = engine.getModelStatus(), engine.getInfo()
         values = np.asarray(engine.getSolution().col_value)
         proven = status == HighsModelStatus.kOptimal
-        if status == HighsModelStatus.kTimeLimit or (
-            proven and abs(values[0] - info.objective_function_value) < 0.5
-        ):
+        if status == HighsModelStatus.kTimeLimit:
+            break
+        objective = info.objective_function_value
+        if proven and abs(values[0] - objective) < 0.5 * BOUND_TOLERANCE * max(1.0, objective):
             break
     else:
+        if status == HighsModelStatus.kInfeasible and start is None:
+            return Found(None, _lowered(program.most + program.has_integer_times, unit))
         if not proven:
             raise EngineError(f"it ended with the status {engine.modelStatusToString(status)!r}")
-    feasible = info.primal_solution_status == SolutionStatus.kSolutionStatusFeasible
-    taken = values[1 : 1 + program.gpu.size] if feasible else None
-    bound = info.mip_dual_bound
-    return Found(taken, bound - BOUND_TOLERANCE * max(1.0, abs(bound)))
+    taken = None
+    if info.primal_solution_status == SolutionStatus.kSolutionStatusFeasible:
+        whole = program.tokens[program.expert]
+        taken = values[columns.x] if program.objective.split else np.rint(values[columns.y]) * whole
+    return Found(taken, _lowered(info.mip_dual_bound, unit))
 
 
-def _engine(presolve: str, seconds: float) -> _Highs:
+def _lowered(bound: float, unit: float) -> float:
+    """Return a bound less what HiGHS may be wrong by, in the objective's own time."""
+    return unit * (bound - BOUND_TOLERANCE * max(1.0, abs(bound)))
+
+
+def new_engine(presolve: str, seconds: float) -> _Highs:
     """Return a silent HiGHS without a model."""
     from highspy._core import _Highs
 
@@ -121,53 +148,152 @@ def _engine(presolve: str, seconds: float) -> _Highs:
     return engine
 
 
-def _solution(program: Program, taken: NDArray[np.int64]) -> highspy.HighsSolution:
+def _solution(
+    columns: _Columns, program: Program, taken: NDArray[np.int64]
+) -> highspy.HighsSolution:
     """Return tokens by pair as values of the columns."""
     import highspy
 
-    y = taken > 0 if program.counts_activations else taken[:0]
+    tiles = -(-taken // program.objective.tile_tokens)
+    values = np.zeros(columns.width)
+    values[0] = program.makespan(taken)
+    for column, value in ((columns.x, taken), (columns.y, taken > 0), (columns.z, tiles)):
+        values[column] = value[: len(column)]
     solution = highspy.HighsSolution()
-    solution.col_value = np.concatenate([[program.makespan(taken)], taken, y], dtype=np.float64)
+    solution.col_value = values
     return solution
 
 
-def _model(program: Program) -> highspy.HighsLp:
-    """State the program by columns: λ, x by pair, and for activations y by pair.
+class _Columns(NamedTuple):
+    """The columns after λ, which is column 0: x, y and z by pair, or none of a kind."""
 
-    Rows: ``Σ y - λ <= 0`` (or ``Σ x - λ <= 0``) of every GPU, ``Σ x = T`` of every live expert, and
-    for activations ``x - T y <= 0`` of every pair.
+    x: NDArray[np.int64]
+    y: NDArray[np.int64]
+    z: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, program: Program) -> _Columns:
+        """Return the columns that a program needs."""
+        pairs = np.arange(program.gpu.size)
+        needed = (program.objective.split, program.has_y, program.has_z)
+        ends = 1 + len(pairs) * np.cumsum([0, *needed])
+        kinds = zip(needed, ends[:-1], strict=True)
+        return cls(*(first + pairs if need else pairs[:0] for need, first in kinds))
+
+    @property
+    def width(self) -> int:
+        """All columns, λ included."""
+        return 1 + sum(map(len, self))
+
+
+class Rows:
+    """Rows of a linear program in the making, group by group."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]] = []
+        self.lower: list[NDArray[np.float64]] = []
+        self.upper: list[NDArray[np.float64]] = []
+        self.count = 0
+
+    def add(self, lower: ArrayLike, upper: ArrayLike, *entries: tuple[Any, Any, Any]) -> None:
+        """Add rows between two limits; an entry is row (counted in the group), column, value."""
+        low, high = np.broadcast_arrays(np.atleast_1d(lower).astype(float), upper)
+        self.lower.append(low)
+        self.upper.append(high)
+        for row, column, value in entries:
+            at, columns, values = np.broadcast_arrays(row, column, value)
+            self.entries.append((self.count + at, columns, values))
+        self.count += len(low)
+
+    def finish(self, lp: highspy.HighsLp) -> None:
+        """Hand the rows to a program."""
+        import highspy
+
+        row, column, value = (
+            np.concatenate([e[k].ravel() for e in self.entries]) for k in range(3)
+        )
+        order = np.argsort(row, kind="stable")
+        start = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=self.count))])
+        lp.num_row_ = self.count
+        lp.row_lower_, lp.row_upper_ = np.concatenate(self.lower), np.concatenate(self.upper)
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        lp.a_matrix_.start_ = start.astype(np.int32)
+        lp.a_matrix_.index_ = column[order].astype(np.int32)
+        lp.a_matrix_.value_ = value[order].astype(np.float64)
+
+
+def _model(program: Program, columns: _Columns) -> highspy.HighsLp:
+    """State the program by rows.
+
+    Of every GPU and piece ``slowness * (activation Σy + tile Σz + token Σx) - λ <= -constant``, of
+    every expert ``Σx = T``, of every pair ``x <= M y``, ``x <= tile_tokens z`` and ``y <= z``, as
+    far as the program has them. Beyond the program as stated: Σy within the room of a GPU, and at
+    least as many as an expert needs.
     """
     import highspy
 
-    gpus, live, pairs = program.num_gpus, program.live.size, program.gpu.size
-    demand = program.tokens.astype(np.float64)
-    pair_demand = demand[program.expert]
-    gpu_row, expert_row = program.gpu, gpus + program.expert
-    ones = np.ones(pairs)
-    # λ has an entry for every GPU. Every other column has two, a row and a value each.
-    if program.counts_activations:
-        links = pairs
-        link_row = gpus + live + np.arange(pairs)
-        rows = [(expert_row, link_row), (gpu_row, link_row)]
-        values = [(ones, ones), (ones, -pair_demand)]
+    x, y, z = columns
+    objective, busy = program.objective, program.busy
+    gpu = np.searchsorted(busy, program.gpu)
+    tokens = program.tokens[program.expert].astype(np.float64)
+    no_less = np.full(len(gpu), -np.inf)
+    tile = objective.tile_tokens
+    room, whole = program.room(), program.whole_counts()
+    fixed, slowness = program.fixed_counts(), program.slowness
+    each_gpu, pairs = np.arange(len(busy)), np.arange(len(gpu))
+
+    rows = Rows()
+    for piece in objective.linear:
+        if not piece.grows:
+            continue
+        constant = linear_time(replace(objective, pieces=(piece,)), fixed, slowness)[busy]
+        slow = slowness[program.gpu]
+        if objective.split:
+            priced = [(x, piece.token), (y, piece.activation), (z, piece.tile)]
+            terms = [(gpu, column, slow * price) for column, price in priced if price]
+        else:
+            time = piece.activation + piece.tile * whole.tiles + piece.token * tokens
+            terms = [(gpu, y, slow * time)]
+        rows.add(-np.inf, -constant, (each_gpu, 0, -1.0), *terms)
+    if objective.split:
+        rows.add(program.tokens, program.tokens, (program.expert, x, 1.0))
     else:
-        links = 0
-        rows = [(gpu_row, expert_row)]
-        values = [(ones, ones)]
+        rows.add(np.ones(len(program.tokens)), 1.0, (program.expert, y, 1.0))
+    if len(x) and len(y):
+        rows.add(no_less, 0.0, (pairs, x, 1.0), (pairs, y, -room))
+        fewest = program.fewest_replicas(room)
+        several = np.flatnonzero(fewest > 1)
+        of_several = np.isin(program.expert, several)
+        at = np.searchsorted(several, program.expert[of_several])
+        rows.add(fewest[several], np.inf, (at, y[of_several], 1.0))
+    if len(z):
+        rows.add(no_less, 0.0, (pairs, x, 1.0), (pairs, z, -objective.tile_tokens))
+        if len(y):
+            rows.add(no_less, 0.0, (pairs, y, 1.0), (pairs, z, -1.0))
+    if len(y) and not objective.counts_activations:
+        rows.add(-np.inf, program.activation_room()[busy], (gpu, y, 1.0))
+    if len(x) and len(y):
+        rows.add(-np.inf, program.token_room()[busy], (gpu, x, 1.0))
+    sized = y if len(y) else x
+    for gpus in program.twins():
+        for first, second in pairwise(gpus):
+            a, b = program.gpu == first, program.gpu == second
+            rows.add(-np.inf, 0.0, (0, sized[b], 1.0), (0, sized[a], -1.0))
 
     lp = highspy.HighsLp()
-    lp.num_col_, lp.num_row_ = 1 + pairs + links, gpus + live + links
-    lp.col_cost_ = np.eye(1, lp.num_col_)[0]
-    lp.col_lower_ = np.zeros(lp.num_col_)
-    lp.col_upper_ = np.concatenate([[np.inf], pair_demand, ones[:links]])
-    lp.row_lower_ = np.concatenate([np.full(gpus, -np.inf), demand, np.full(links, -np.inf)])
-    lp.row_upper_ = np.concatenate([np.zeros(gpus), demand, np.zeros(links)])
-    lp.integrality_ = [highspy.HighsVarType.kInteger] * lp.num_col_
-    matrix = lp.a_matrix_
-    matrix.format_ = highspy.MatrixFormat.kColwise
-    matrix.start_ = np.concatenate([[0], gpus + 2 * np.arange(lp.num_col_)]).astype(np.int32)
-    by_column = [np.stack(two, axis=1).ravel() for two in rows]
-    matrix.index_ = np.concatenate([np.arange(gpus), *by_column]).astype(np.int32)
-    by_column = [np.stack(two, axis=1).ravel() for two in values]
-    matrix.value_ = np.concatenate([-np.ones(gpus), *by_column])
+    lp.num_col_ = columns.width
+    lp.col_cost_ = np.eye(1, columns.width)[0]
+    lower, upper = np.zeros(columns.width), np.ones(columns.width)
+    lower[0], upper[0] = program.counted_bound() * (1 - 1e-9), program.most
+    if not program.has_integer_times:
+        upper[0] *= 1 + 1e-9
+    upper[x] = room[: len(x)]
+    upper[y] = (room > 0 if objective.split else room >= tokens)[: len(y)]
+    upper[z] = -(-room // tile)[: len(z)]
+    lp.col_lower_, lp.col_upper_ = lower, upper
+    rows.finish(lp)
+    kind = highspy.HighsVarType
+    lp.integrality_ = [kind.kInteger] * columns.width
+    if not program.has_integer_times:
+        lp.integrality_ = [kind.kContinuous] + [kind.kInteger] * (columns.width - 1)
     return lp

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from eplb_opt.objective import Objective
 from eplb_opt.placement import EMPTY, Placement
-from eplb_opt.routers.base import Solve, Traits
+from eplb_opt.routers.base import SPLITTING, Solve, Traits, allows_split
 from eplb_opt.routers.dispatch import send_by_source
 
 
@@ -56,6 +56,8 @@ class Nearest:
 
     traits: ClassVar[Traits] = Traits(
         "a fixed replica per source GPU, near it if possible (SGLang static)",
+        objectives=SPLITTING,
+        solves=allows_split,
         needs=("source_tokens",),
     )
 

@@ -1,4 +1,4 @@
-"""`pulp`: METRO's integer program as a PuLP model, solved by any solver that PuLP finds."""
+"""`pulp`: the integer program as a PuLP model, solved by any solver that PuLP finds."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -26,10 +27,12 @@ from eplb_opt.routers.exact import (
     Found,
     Pairs,
     Program,
+    in_units,
     judge,
     require,
     seconds_left,
 )
+from eplb_opt.status import Proof
 
 if TYPE_CHECKING:
     import pulp  # type: ignore[import-untyped]  # PuLP carries no type hints
@@ -51,7 +54,7 @@ class Pulp:
     Parameters
     ----------
     warm_start
-        Start from METRO's greedy answer, which is then also the least that a time limit leaves.
+        Start from a good answer, which is then also the least that a time limit leaves.
         PuLP passes a start on to CBC, not to HiGHS.
     solver
         PuLP's name of a solver: ``"PULP_CBC_CMD"`` (CBC, which comes with PuLP), ``"HiGHS"``,
@@ -67,7 +70,11 @@ class Pulp:
     """
 
     traits: ClassVar[Traits] = Traits(
-        "METRO's integer program, by CBC or any solver that PuLP finds", exact=True, extra="exact"
+        "the integer program, by CBC or any solver that PuLP finds",
+        objectives="pieces that are not curves",
+        solves=lambda objective: not objective.curves,
+        exact=True,
+        extra="exact",
     )
 
     warm_start: bool = True
@@ -83,7 +90,7 @@ class Pulp:
         """
         require("pulp", "pulp")
         engine = functools.partial(_solve, self.solver)
-        return judge("pulp", engine, placement, objective, threads, self.warm_start)
+        return judge(Proof.PULP, engine, placement, objective, threads, self.warm_start)
 
     @staticmethod
     def model(
@@ -94,7 +101,9 @@ class Pulp:
     ) -> pulp.LpProblem:
         """Return one problem as a PuLP model, to read, to change, or to write to a file.
 
-        Variables are ``makespan``, ``x_e_g`` and ``y_e_g``, with the ids of an expert and a GPU.
+        Variables are ``makespan``, ``x_e_g``, ``y_e_g`` and ``z_e_g`` (tokens, whether there are
+        any, tiles), with the ids of an expert and a GPU. ``model.writeLP`` and ``model.writeMPS``
+        export it.
 
         Parameters
         ----------
@@ -103,12 +112,14 @@ class Pulp:
         tokens
             Int ``[layers, experts]``, or ``[experts]`` for a placement without a layer axis.
         objective
-            ``"activations"`` or ``"tokens"``.
+            `Objective` without curves, or its name.
         layer
             The layer whose problem it is.
 
         Raises
         ------
+        ValueError
+            An objective with a curve.
         InvalidTokensError, InfeasibleError
             As `eplb_opt.solve_routing` does; also for tokens with batch axes.
 
@@ -120,6 +131,9 @@ class Pulp:
         >>> [row.name for row in model.constraints()][:6]
         ['gpu_0', 'gpu_1', 'expert_0', 'expert_1', 'activates_0_0', 'activates_0_1']
         """
+        priced = Objective.of(objective)
+        if priced.curves:
+            raise ValueError("a PuLP model cannot hold a curve; cp-sat takes it")
         demand = as_tokens(placement, tokens)
         if demand.ndim != 1 + placement.layered:
             raise InvalidTokensError(
@@ -129,42 +143,83 @@ class Pulp:
         reject_tokens(placement, demand)
         of_layer = demand.reshape(-1, placement.num_experts)[layer]
         pairs = Pairs.of(placement, layer)
-        return _state(Program.of(placement, pairs, of_layer, Objective.of(objective))).model
+        program = Program.of(placement, pairs, of_layer, priced, fold=False)
+        return _state(program).model
 
 
 class _Stated(NamedTuple):
-    """A model and its variables; x and y by (expert, GPU), in the program's order of pairs."""
+    """A model and its variables; x, y and z by (expert, GPU), in the program's order of pairs.
+
+    Without splits x and z are multiples of y.
+    """
 
     model: pulp.LpProblem
     makespan: pulp.LpVariable
-    x: dict[tuple[int, int], pulp.LpVariable]
+    x: dict[tuple[int, int], Any]
     y: dict[tuple[int, int], pulp.LpVariable]
+    z: dict[tuple[int, int], Any]
 
 
 def _state(program: Program) -> _Stated:
     """State the program."""
     import pulp
 
+    objective, split = program.objective, program.objective.split
     tokens = dict(zip(program.live.tolist(), program.tokens.tolist(), strict=True))
     pairs = list(zip(program.live[program.expert].tolist(), program.gpu.tolist(), strict=True))
+    room = dict(zip(pairs, program.room().tolist(), strict=True))
     at_gpu = {g: [pair for pair in pairs if pair[1] == g] for g in range(program.num_gpus)}
     of_expert = {e: [pair for pair in pairs if pair[0] == e] for e in tokens}
 
-    model = pulp.LpProblem("MIN_EXP_ROUTING", pulp.LpMinimize)
-    makespan = model.add_variable("makespan", 0, cat=pulp.LpInteger)
-    x = {(e, g): model.add_variable(f"x_{e}_{g}", 0, tokens[e], pulp.LpInteger) for e, g in pairs}
+    model = pulp.LpProblem("MIN_MAKESPAN", pulp.LpMinimize)
+    times = pulp.LpInteger if program.has_integer_times else pulp.LpContinuous
+    most = program.most * (1 + 1e-9) if math.isfinite(program.most) else None
+    makespan = model.add_variable("makespan", 0, most, times)
     y = {}
-    if program.counts_activations:
+    if program.has_y:
         y = {(e, g): model.add_variable(f"y_{e}_{g}", cat=pulp.LpBinary) for e, g in pairs}
+    x, z = {}, {}
+    for e, g in pairs:
+        if split:
+            x[e, g] = model.add_variable(f"x_{e}_{g}", 0, room[e, g], pulp.LpInteger)
+        else:
+            x[e, g] = tokens[e] * y[e, g]
+        if program.has_z:
+            z[e, g] = model.add_variable(f"z_{e}_{g}", 0, cat=pulp.LpInteger)
+        elif objective.has_tiles:
+            z[e, g] = -(-tokens[e] // objective.tile_tokens) * y[e, g]
 
     model += makespan
-    for g in at_gpu:
-        model += pulp.lpSum((y or x)[pair] for pair in at_gpu[g]) <= makespan, f"gpu_{g}"
+    slowness, fixed = program.slowness.tolist(), program.fixed_counts()
+    for k, piece in enumerate(objective.linear):
+        for g, at in at_gpu.items():
+            time = piece.offset
+            for price, of, alone in (
+                (piece.activation, y, fixed.activated),
+                (piece.tile, z, fixed.tiles),
+                (piece.token, x, fixed.tokens),
+            ):
+                if price:
+                    time += price * (pulp.lpSum(of[pair] for pair in at) + int(alone[g]))
+            name = f"gpu_{g}" if len(objective.linear) == 1 else f"gpu_{g}_piece_{k}"
+            model += slowness[g] * time <= makespan, name
     for e in tokens:
-        model += pulp.lpSum(x[pair] for pair in of_expert[e]) == tokens[e], f"expert_{e}"
-    for e, g in y:
-        model += x[e, g] <= tokens[e] * y[e, g], f"activates_{e}_{g}"
-    return _Stated(model, makespan, x, y)
+        if split:
+            model += pulp.lpSum(x[pair] for pair in of_expert[e]) == tokens[e], f"expert_{e}"
+        else:
+            model += pulp.lpSum(y[pair] for pair in of_expert[e]) == 1, f"expert_{e}"
+    if split:
+        for e, g in y:
+            model += x[e, g] <= room[e, g] * y[e, g], f"activates_{e}_{g}"
+        for e, g in z:
+            model += x[e, g] <= objective.tile_tokens * z[e, g], f"tiles_{e}_{g}"
+        for e, g in z if y else ():
+            model += y[e, g] <= z[e, g], f"starts_a_tile_{e}_{g}"
+    for gpus in program.twins():
+        for a, b in pairwise(gpus.tolist()):
+            sizes = [pulp.lpSum((y or x)[pair] for pair in at_gpu[g]) for g in (a, b)]
+            model += sizes[1] <= sizes[0], f"twins_{a}_{b}"
+    return _Stated(model, makespan, x, y, z)
 
 
 def _solve(
@@ -180,6 +235,7 @@ def _solve(
             f"CBC hands back eight digits and cannot route {most} tokens of one expert; use "
             f"another solver, highs or cp-sat"
         )
+    program, unit = in_units(program)
     stated = _state(program)
     seconds = seconds_left(deadline)
     if seconds == 0:
@@ -215,7 +271,7 @@ def _solve(
         return Found(taken, -math.inf)
     value = stated.makespan.value()
     tolerance = 1e-6 if "gapRel" in accepted else 1e-4
-    return Found(taken, value - tolerance * max(1.0, value))
+    return Found(taken, unit * (value - tolerance * max(1.0, value)))
 
 
 @functools.cache
@@ -240,9 +296,12 @@ def _options(solver_name: str) -> frozenset[str]:
 def _set_start(stated: _Stated, program: Program, start: NDArray[np.int64]) -> None:
     stated.makespan.setInitialValue(program.makespan(start))
     for pair, tokens in zip(stated.x, start.tolist(), strict=True):
-        stated.x[pair].setInitialValue(tokens)
+        if program.objective.split:
+            stated.x[pair].setInitialValue(tokens)
         if stated.y:
             stated.y[pair].setInitialValue(int(tokens > 0))
+        if program.has_z:
+            stated.z[pair].setInitialValue(-(-tokens // program.objective.tile_tokens))
 
 
 def _hush(solver: Any) -> None:

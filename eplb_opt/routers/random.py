@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from eplb_opt.objective import Objective
 from eplb_opt.placement import Placement
-from eplb_opt.routers.base import Context, Solve, Traits, finish
+from eplb_opt.routers.base import SPLITTING, Context, Solve, Traits, allows_split, finish
 
 if TYPE_CHECKING:
     from eplb_opt.routing import Routing
@@ -47,7 +47,11 @@ class Random:
     ([99, 7, 7], True)
     """
 
-    traits: ClassVar[Traits] = Traits("a random replica for every token (SGLang dynamic)")
+    traits: ClassVar[Traits] = Traits(
+        "a random replica for every token (SGLang dynamic)",
+        objectives=SPLITTING,
+        solves=allows_split,
+    )
 
     seed: int = 0
 

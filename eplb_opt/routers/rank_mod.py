@@ -9,7 +9,7 @@ import numpy as np
 
 from eplb_opt.objective import Objective
 from eplb_opt.placement import Placement
-from eplb_opt.routers.base import Solve, Traits
+from eplb_opt.routers.base import SPLITTING, Solve, Traits, allows_split
 from eplb_opt.routers.dispatch import send_by_source
 
 
@@ -38,7 +38,10 @@ class RankMod:
     """
 
     traits: ClassVar[Traits] = Traits(
-        "replica = source GPU mod copies (vLLM-Ascend)", needs=("source_tokens",)
+        "replica = source GPU mod copies (vLLM-Ascend)",
+        objectives=SPLITTING,
+        solves=allows_split,
+        needs=("source_tokens",),
     )
 
     def bind(self, placement: Placement, objective: Objective, threads: int) -> Solve:

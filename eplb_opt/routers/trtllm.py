@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from eplb_opt.objective import Objective
 from eplb_opt.placement import Placement
-from eplb_opt.routers.base import Solve, Traits
+from eplb_opt.routers.base import SPLITTING, Solve, Traits, allows_split
 from eplb_opt.routers.dispatch import send_by_token
 
 BLOCK = 1024
@@ -44,7 +44,10 @@ class TrtLlm:
     """
 
     traits: ClassVar[Traits] = Traits(
-        "replicas in turn within blocks of 1,024 ids (TensorRT-LLM)", needs=("topk_ids",)
+        "replicas in turn within blocks of 1,024 ids (TensorRT-LLM)",
+        objectives=SPLITTING,
+        solves=allows_split,
+        needs=("topk_ids",),
     )
 
     def bind(self, placement: Placement, objective: Objective, threads: int) -> Solve:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from eplb_opt.objective import Objective
 from eplb_opt.placement import Placement
-from eplb_opt.routers.base import Context, Solve, Traits, finish
+from eplb_opt.routers.base import SPLITTING, Context, Solve, Traits, allows_split, finish
 
 if TYPE_CHECKING:
     from eplb_opt.routing import Routing
@@ -37,7 +37,11 @@ class Uniform:
            [3, 4]])
     """
 
-    traits: ClassVar[Traits] = Traits("equal split over an expert's replicas (EPLB's assumption)")
+    traits: ClassVar[Traits] = Traits(
+        "equal split over an expert's replicas (EPLB's assumption)",
+        objectives=SPLITTING,
+        solves=allows_split,
+    )
 
     def bind(self, placement: Placement, objective: Objective, threads: int) -> Solve:
         """Prepare for a placement and return the function that routes on it."""

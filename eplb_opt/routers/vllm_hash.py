@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from eplb_opt.objective import Objective
 from eplb_opt.placement import Placement
-from eplb_opt.routers.base import Solve, Traits
+from eplb_opt.routers.base import SPLITTING, Solve, Traits, allows_split
 from eplb_opt.routers.dispatch import send_by_token
 
 MULTIPLIER = 2654435769  # 2**32 / golden ratio: Knuth's multiplicative hash
@@ -42,7 +42,10 @@ class VllmHash:
     """
 
     traits: ClassVar[Traits] = Traits(
-        "replica = hash of the token's row mod copies (vLLM)", needs=("topk_ids",)
+        "replica = hash of the token's row mod copies (vLLM)",
+        objectives=SPLITTING,
+        solves=allows_split,
+        needs=("topk_ids",),
     )
 
     def bind(self, placement: Placement, objective: Objective, threads: int) -> Solve:

@@ -22,10 +22,12 @@
 #include "assign.hpp"
 #include "eplb.hpp"
 #include "flow.hpp"
+#include "makespan.hpp"
 #include "matching.hpp"
 #include "metro.hpp"
 #include "parallel.hpp"
 #include "placement.hpp"
+#include "pricing.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -38,7 +40,6 @@ using Array = nb::ndarray<nb::numpy, T, nb::c_contig, nb::device::cpu>;
 using Ids = nb::ndarray<nb::numpy, const std::int32_t, nb::c_contig, nb::device::cpu>;
 
 enum Status : std::int8_t { kFeasible = 1, kOptimal = 2 };  // as eplb_opt.status.Status
-enum Proof : std::int8_t { kNoProof, kCount, kByMatching, kByFlow, kKDemand, kBranching };  // as .Proof
 
 void require(bool condition, const char* what) {
     if (!condition) throw std::invalid_argument(what);
@@ -126,7 +127,7 @@ struct Problem {
     template <class Solver>
     void write_proof(const Solver& solver) const {
         bound = static_cast<double>(solver.makespan());
-        proved_by = Solver::kCountsTokens ? kByFlow : kByMatching;
+        proved_by = static_cast<std::int8_t>(Solver::kCountsTokens ? Proof::flow : Proof::matching);
         for (int g = 0; g < layer.gpus; ++g) certificate[g] = solver.in_certificate(g);
     }
     template <class Solver>
@@ -233,8 +234,69 @@ std::int64_t route_metro(const Placement& placement, nb::handle tokens, Answer& 
         problem.makespan = static_cast<double>(makespan);
         problem.bound = std::numeric_limits<double>::quiet_NaN();
         problem.status = kFeasible;
-        problem.proved_by = kNoProof;
+        problem.proved_by = static_cast<std::int8_t>(Proof::none);
         std::fill_n(problem.certificate, problem.layer.gpus, false);
+        return outcome;
+    });
+}
+
+using Doubles = nb::ndarray<nb::numpy, const double, nb::c_contig, nb::device::cpu>;
+
+// Pieces are [pieces, 4]: offset, activation, tile, token. A curve is empty, or two rows or more.
+std::unique_ptr<Pricing> make_pricing(Doubles pieces, Doubles curve_tokens, Doubles curve_times, double tile_tokens,
+                                      Doubles slowness, bool split) {
+    require(pieces.ndim() == 2 && pieces.shape(1) == 4, "pieces must be [pieces, 4]");
+    require(curve_tokens.size() == curve_times.size() && curve_tokens.size() != 1, "one time per row of a curve");
+    require(pieces.shape(0) + curve_tokens.size() > 0 && slowness.size() > 0, "a piece and a GPU at least");
+    std::vector<Piece> linear;
+    for (std::size_t i = 0; i < pieces.shape(0); ++i) {
+        const double* p = pieces.data() + 4 * i;
+        linear.push_back({p[0], p[1], p[2], p[3]});
+    }
+    const auto copy = [](const Doubles& a) { return std::vector<double>(a.data(), a.data() + a.size()); };
+    return std::make_unique<Pricing>(std::move(linear), Curve{copy(curve_tokens), copy(curve_times)}, tile_tokens,
+                                     copy(slowness), split);
+}
+
+template <int W>
+Makespan<W>& makespan_solver() {
+    thread_local Makespan<W> solver;
+    return solver;
+}
+
+template <int W>
+void write_bound(const Problem& problem, const Makespan<W>& solver) {
+    problem.bound = solver.bound();
+    problem.proved_by = static_cast<std::int8_t>(solver.proved_by());
+    for (int g = 0; g < problem.layer.gpus; ++g) problem.certificate[g] = solver.in_certificate(g);
+}
+
+std::int64_t route_makespan(const Placement& placement, nb::handle tokens, Answer& answer, int threads,
+                            const Pricing& pricing, std::int64_t work) {
+    require(pricing.gpus() == placement.layer(0).gpus, "one slowness per GPU");
+    return each_problem(placement, tokens, answer, threads, [&]<int W>(const Problem& problem) {
+        Makespan<W>& solver = makespan_solver<W>();
+        const Outcome outcome = solver.solve(pricing, problem.layer, problem.tokens, problem.cleared(), work);
+        if (outcome != Outcome::ok) return outcome;
+        count_activated(problem.layer, problem.routed, problem.activated);
+        problem.makespan = solver.makespan();
+        write_bound<W>(problem, solver);
+        problem.status = problem.makespan == problem.bound ? kOptimal : kFeasible;
+        return outcome;
+    });
+}
+
+std::int64_t prove_makespan(const Placement& placement, nb::handle tokens, Answer& answer, int threads,
+                            const Pricing& pricing, std::int64_t work) {
+    require(pricing.gpus() == placement.layer(0).gpus, "one slowness per GPU");
+    return each_problem(placement, tokens, answer, threads, [&]<int W>(const Problem& problem) {
+        thread_local std::vector<std::int64_t> routed;
+        routed.assign(problem.layer.physical_slots(), 0);
+        Makespan<W>& solver = makespan_solver<W>();
+        const Outcome outcome = solver.solve(pricing, problem.layer, problem.tokens, routed.data(), work);
+        if (outcome != Outcome::ok) return outcome;
+        write_bound<W>(problem, solver);
+        if (problem.status == kFeasible && problem.makespan == problem.bound) problem.status = kOptimal;
         return outcome;
     });
 }
@@ -300,11 +362,19 @@ NB_MODULE(_core, m) {
         .def(nb::new_(&make_answer), "tokens"_a.noconvert(), "activated"_a.noconvert(), "makespan"_a.noconvert(),
              "bound"_a.noconvert(), "status"_a.noconvert(), "proved_by"_a.noconvert(), "certificate"_a.noconvert());
 
+    nb::class_<Pricing>(m, "Pricing")
+        .def(nb::new_(&make_pricing), "pieces"_a.noconvert(), "curve_tokens"_a.noconvert(),
+             "curve_times"_a.noconvert(), "tile_tokens"_a, "slowness"_a.noconvert(), "split"_a);
+
     m.def("route_matching", &route_matching, "placement"_a, "tokens"_a, "answer"_a, "threads"_a,
           "lexicographic"_a);
     m.def("route_flow", &route_flow, "placement"_a, "tokens"_a, "answer"_a, "threads"_a);
     m.def("route_metro", &route_metro, "placement"_a, "tokens"_a, "answer"_a, "threads"_a,
           "order"_a.noconvert().none());
+    m.def("route_makespan", &route_makespan, "placement"_a, "tokens"_a, "answer"_a, "threads"_a, "pricing"_a,
+          "work"_a);
+    m.def("prove_makespan", &prove_makespan, "placement"_a, "tokens"_a, "answer"_a, "threads"_a, "pricing"_a,
+          "work"_a);
     m.def("prove_activations", &prove<Matching>, "placement"_a, "tokens"_a, "answer"_a, "threads"_a);
     m.def("prove_tokens", &prove<Flow>, "placement"_a, "tokens"_a, "answer"_a, "threads"_a);
     m.def("assign", &assign, "placement"_a, "routed"_a.noconvert(), "topk_ids"_a.noconvert(),

@@ -17,6 +17,9 @@ constexpr int kCountShift = 51;
 // What a solver says of one problem. Bad tokens leave the answer unspecified.
 enum class Outcome : std::int8_t { ok, bad_tokens };
 
+// Who proved a bound, as eplb_opt.status.Proof.
+enum class Proof : std::int8_t { none, count, matching, flow, k_demand, branching };
+
 // A GPU's activated replicas and tokens in one word, the former first: comparing two words
 // compares (activated, tokens).
 using Fill = std::uint64_t;

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from eplb_opt import _core
 from eplb_opt.errors import EplbError, InfeasibleError, InvalidTokensError, SolverUnavailableError
-from eplb_opt.objective import Objective
+from eplb_opt.objective import Curve, Objective, Piece
 from eplb_opt.placement import Placement
 from eplb_opt.routers.base import NO_CONTEXT, Context, TimeLimit
 from eplb_opt.routers.exact import NOTHING, Found, Pairs, Program, judge, seconds_left
-from eplb_opt.routing import Router, Routing, Status, solve_routing
-from eplb_opt.testing import Problem, check_routing
+from eplb_opt.routing import Proof, Router, Routing, Status, solve_routing
+from eplb_opt.testing import Problem, check_routing, optimal_makespan
 
 PACKAGES = {
     "highs": ["highspy"],
@@ -54,24 +52,6 @@ def draw(rng: np.random.Generator, gpus: int, experts: int, most_tokens: int) ->
     live = rng.random((3, experts)) < [[0.9], [0.5], [0.1]]
     tokens = live * rng.integers(1, most_tokens + 1, (3, experts))
     return Problem(Placement(slots.reshape(gpus, per_gpu), experts), tokens)
-
-
-def splits(tokens: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """Yield every way to split tokens over so many parts."""
-    for cuts in itertools.combinations_with_replacement(range(tokens + 1), parts - 1):
-        ends = (0, *cuts, tokens)
-        yield tuple(b - a for a, b in itertools.pairwise(ends))
-
-
-def smallest_makespan(problem: Problem, tokens: NDArray[np.int64], objective: Objective) -> int:
-    """Try every routing, splits of an expert's tokens included."""
-    program = Program.of(problem.placement, Pairs.of(problem.placement, 0), tokens, objective)
-    candidates = np.bincount(program.expert, minlength=program.live.size)
-    choices = [splits(int(t), int(n)) for t, n in zip(program.tokens, candidates, strict=True)]
-    return min(
-        program.makespan(np.array(list(itertools.chain(*routing)), np.int64))
-        for routing in itertools.product(*choices)
-    )
 
 
 @pytest.mark.parametrize(("objective", "optimum"), [("activations", 1), ("tokens", 4)])
@@ -109,9 +89,9 @@ def test_agrees_with_trying_everything(engine: str, objective: str) -> None:
         judged = solve_routing(
             problem.placement, problem.tokens, objective=objective, method=engine
         )
-        smallest = [smallest_makespan(problem, t, judged.objective) for t in problem.tokens]
-        assert judged.makespan.tolist() == smallest
-        assert judged.bound.tolist() == smallest
+        smallest = optimal_makespan(problem.placement, problem.tokens, objective)
+        assert np.array_equal(judged.makespan, smallest)
+        assert np.array_equal(judged.bound, smallest)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -162,14 +142,17 @@ def test_layers_without_tokens_are_proven(engine: str) -> None:
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_stopped_at_once(engine: str, objective: str) -> None:
-    """Without time a warm start is METRO's answer, FEASIBLE; a cold one is UNSOLVED and bounded."""
+    """Without time a warm start is METRO's answer; a cold one is UNSOLVED; both are bounded."""
     problem = draw(np.random.default_rng(5), gpus=5, experts=20, most_tokens=9)
     placement, tokens = problem.placement, problem.tokens
     optimum = solve_routing(placement, tokens, objective=objective).makespan
     stop = TimeLimit(0)
     warm = solve_routing(placement, tokens, objective=objective, method=engine, stop=stop)
     check_routing(placement, tokens, warm)
-    assert (warm.status == Status.FEASIBLE).all()
+    counted = warm.makespan == warm.bound
+    assert np.array_equal(warm.status, np.where(counted, Status.OPTIMAL, Status.FEASIBLE))
+    assert not counted.all()
+    assert (warm.proved_by == Proof.COUNT).all()
     assert (warm.bound <= optimum).all()
     assert np.array_equal(warm.tokens, solve_routing(placement, tokens, method="metro").tokens)
 
@@ -223,8 +206,8 @@ def test_huge_counts_are_judged_honestly(engine: str, objective: str) -> None:
     tokens = np.where(problem.tokens % 3, problem.tokens, _core.MAX_TOKENS_PER_EXPERT)
     optimal = solve_routing(placement, tokens, objective=objective)
     if engine == "pulp":
-        with pytest.raises(EplbError, match=r"pulp, problem \(0,\): CBC hands back eight digits"):
-            solve_routing(placement, tokens, objective=objective, method=engine)
+        with pytest.raises(EplbError, match=r"pulp, problem \(\d,\): CBC hands back eight digits"):
+            solve_routing(placement, tokens, objective=objective, method=cold(engine))
         return
     judged = solve_routing(placement, tokens, objective=objective, method=engine)
     check_routing(placement, tokens, judged)
@@ -272,29 +255,41 @@ def fake(found: Found) -> Routing:
     The pairs are expert 0 on GPUs 0 and 1, expert 3 on GPUs 2 and 3.
     """
     objective = Objective.preset("activations")
-    solve = judge("fake", lambda *_: found, FOUR_GPUS, objective, 1, warm_start=False)
+    solve = judge(Proof.HIGHS, lambda *_: found, FOUR_GPUS, objective, 1, warm_start=False)
     out = Router(FOUR_GPUS).allocate((1, 4))
     solve(np.array([[2, 0, 0, 2]]), out, NO_CONTEXT)
     return out
 
 
 @pytest.mark.parametrize(
-    ("taken", "bound", "makespan", "status"),
+    ("taken", "bound", "proof"),
     [
-        ([2, 0, 0, 2], 1.0, 1, Status.OPTIMAL),
-        ([2, 0, 0, 2], 1e-6, 1, Status.OPTIMAL),
-        ([1.0000001, 0.9999999, -1e-9, 2], 0.5, 1, Status.OPTIMAL),
-        ([2, 0, 0, 2], 0.0, 1, Status.FEASIBLE),
-        ([2, 0, 0, 2], -np.inf, 1, Status.FEASIBLE),
+        ([2, 0, 0, 2], 1.0, Proof.HIGHS),
+        ([2, 0, 0, 2], 1e-6, Proof.HIGHS),
+        ([1.0000001, 0.9999999, -1e-9, 2], 0.5, Proof.HIGHS),
+        ([2, 0, 0, 2], 0.0, Proof.COUNT),
+        ([2, 0, 0, 2], -np.inf, Proof.COUNT),
     ],
 )
-def test_status_is_what_the_engine_proved(
-    taken: list[float], bound: float, makespan: int, status: Status
+def test_the_bound_is_the_better_of_the_engines_and_the_counted(
+    taken: list[float], bound: float, proof: Proof
 ) -> None:
-    """A bound counts raised to an integer; the one counted here makes no problem OPTIMAL."""
+    """An engine's bound counts raised to a value that occurs; who proved the larger is named."""
     out = fake(Found(np.array(taken), bound))
     check_routing(FOUR_GPUS, [[2, 0, 0, 2]], out)
-    assert (out.makespan[0], out.bound[0], out.status[0]) == (makespan, 1, status)
+    assert (out.makespan[0], out.bound[0], out.status[0]) == (1, 1, Status.OPTIMAL)
+    assert out.proved_by[0] == proof
+
+
+def test_worse_answers_stay_feasible() -> None:
+    """What is above the bound is FEASIBLE, whatever the engine thinks of it."""
+    placement = Placement([[0, 1], [0, 1]])
+    found = Found(np.array([3, 0, 3, 0]), 0.9)
+    objective = Objective.preset("activations")
+    solve = judge(Proof.PULP, lambda *_: found, placement, objective, 1, warm_start=False)
+    out = Router(placement).allocate((1, 2))
+    solve(np.array([[3, 3]]), out, NO_CONTEXT)
+    assert (out.makespan[0], out.bound[0], out.status[0]) == (2, 1, Status.FEASIBLE)
 
 
 @pytest.mark.parametrize(
@@ -304,13 +299,25 @@ def test_status_is_what_the_engine_proved(
         ([2, 1, 0, 2], 1.0, "serves 3 of the 2 tokens of expert 0"),
         ([3, -1, 0, 2], 1.0, "negative"),
         ([2, 0, np.nan, 2], 1.0, "not numbers"),
-        ([2, 0, 0, 2], 1.5, "proves a makespan of 2 or more where 1 is in hand"),
+        ([2, 0, 0, 2], 1.5, "proves a makespan of 1.5 or more where 1 is in hand"),
+        ([2, 0, 0, 2], np.inf, "proves a makespan of inf or more where 1 is in hand"),
     ],
 )
 def test_wrong_answers_raise(taken: list[float], bound: float, complaint: str) -> None:
     """What does not serve the tokens, or contradicts itself, is an error and no answer."""
-    with pytest.raises(EplbError, match=rf"^fake, problem \(0,\): .*{complaint}"):
+    with pytest.raises(EplbError, match=rf"^highs, problem \(0,\): .*{complaint}"):
         fake(Found(np.array(taken), bound))
+
+
+def test_split_where_none_is_allowed() -> None:
+    """An engine that splits an expert against the objective is in error."""
+    objective = Objective(pieces=(Piece(token=1),), split=False)
+    found = Found(np.array([1, 1]), 0.0)
+    placement = Placement([[0], [0]])
+    solve = judge(Proof.CP_SAT, lambda *_: found, placement, objective, 1, warm_start=False)
+    out = Router(placement, objective=objective, method="cp-sat").allocate((1,))
+    with pytest.raises(EplbError, match=r"^cp-sat, problem \(\): its answer splits expert 0"):
+        solve(np.array([2]), out, NO_CONTEXT)
 
 
 def test_no_answer_keeps_the_bound() -> None:
@@ -321,10 +328,10 @@ def test_no_answer_keeps_the_bound() -> None:
 
 def test_worse_answer_than_the_start() -> None:
     """The better of the start and of the engine's answer is kept."""
-    objective = Objective.preset("activations")
+    objective = Objective(pieces=(Piece(activation=1), Piece(token=0.1)))
     found = Found(np.array([1, 1, 1, 1, 1, 1, 1, 1]), 1.0)
-    solve = judge("fake", lambda *_: found, FOUR_GPUS, objective, 1, warm_start=True)
-    out = Router(FOUR_GPUS).allocate((4,))
+    solve = judge(Proof.HIGHS, lambda *_: found, FOUR_GPUS, objective, 1, warm_start=True)
+    out = Router(FOUR_GPUS, objective=objective, method="highs").allocate((4,))
     solve(np.array([2, 2, 2, 2]), out, NO_CONTEXT)
     assert out.makespan == 1
     assert out.status == Status.OPTIMAL
@@ -335,10 +342,10 @@ def test_time_is_shared_problem_after_problem() -> None:
 
     def slow(program: Program, start: object, deadline: float) -> Found:
         time.sleep(min(0.06, seconds_left(deadline)))
-        return NOTHING if seconds_left(deadline) == 0 else Found(program.tokens, 1.0)
+        return NOTHING if seconds_left(deadline) == 0 else Found(np.array([1, 0]), 1.0)
 
-    placement, objective = Placement([[0]]), Objective.preset("activations")
-    solve = judge("slow", slow, placement, objective, 1, warm_start=False)
+    placement, objective = Placement([[0], [0]]), Objective.preset("activations")
+    solve = judge(Proof.HIGHS, slow, placement, objective, 1, warm_start=False)
     out = Router(placement).allocate((20, 1))
     began = time.monotonic()
     solve(np.ones((20, 1), np.int64), out, Context(stop=TimeLimit(0.2)))
@@ -353,7 +360,7 @@ def test_counted_bound() -> None:
     placement = Placement([[0, 1, 2], [0, 3, -1], [4, -1, -1]])
     pairs = Pairs.of(placement, 0)
 
-    def bounds(tokens: list[int]) -> list[int]:
+    def bounds(tokens: list[int]) -> list[float]:
         program = [
             Program.of(placement, pairs, np.array(tokens), Objective.preset(name))
             for name in OBJECTIVES
@@ -364,3 +371,111 @@ def test_counted_bound() -> None:
     assert bounds([1, 1, 1, 0, 0]) == [2, 2]
     assert bounds([9, 1, 0, 1, 2]) == [2, 5]
     assert bounds([1, 1, 6, 0, 0]) == [2, 7]
+
+
+MIXED = Objective(pieces=(Piece(activation=15), Piece(offset=3, token=0.5)))
+TILED = Objective(pieces=(Piece(offset=2, activation=3, tile=1.5), Piece(token=1)), tile_tokens=4)
+SLOW = Objective(pieces=TILED.pieces, tile_tokens=4, slowness=(1, 1, 2, 1.25))
+WHOLE = Objective(pieces=MIXED.pieces, split=False)
+
+
+@pytest.mark.parametrize("objective", [MIXED, TILED, SLOW, WHOLE], ids=str)
+def test_all_linear_objectives_agree_with_trying_everything(
+    engine: str, objective: Objective
+) -> None:
+    """Tiles, offsets, slowness, whole experts: what an engine proves is the smallest there is."""
+    rng = np.random.default_rng(9)
+    for _ in range(3):
+        problem = draw(rng, gpus=4, experts=5, most_tokens=6)
+        smallest = optimal_makespan(problem.placement, problem.tokens, objective)
+        for name in (engine, cold(engine)):
+            judged = solve_routing(
+                problem.placement, problem.tokens, objective=objective, method=name, bound=False
+            )
+            check_routing(problem.placement, problem.tokens, judged)
+            assert np.array_equal(judged.makespan, smallest)
+            assert np.array_equal(judged.bound, smallest)
+            assert (judged.status == Status.OPTIMAL).all()
+
+
+@pytest.mark.parametrize("seconds_per_us", [1e-6, 1e6])
+def test_the_unit_of_time_changes_nothing(engine: str, seconds_per_us: float) -> None:
+    """Times in seconds or in picoseconds are proven as in microseconds."""
+    problem = draw(np.random.default_rng(10), gpus=4, experts=8, most_tokens=90)
+    pieces = (Piece(activation=14.78 * seconds_per_us), Piece(token=0.0945 * seconds_per_us))
+    scaled = solve_routing(
+        problem.placement, problem.tokens, objective=Objective(pieces=pieces), method=engine
+    )
+    plain = solve_routing(
+        problem.placement, problem.tokens, objective="deepseek-v3-fp8", method=engine
+    )
+    assert (scaled.status == Status.OPTIMAL).all()
+    assert np.allclose(scaled.makespan, plain.makespan * seconds_per_us, rtol=1e-12)
+
+
+def test_best_start_is_taken() -> None:
+    """With more than one thing to count, the best of METRO, token optimum and equal split leads."""
+    placement, stop = Placement([[0, 1], [0, 2]]), TimeLimit(0)
+    for objective, expected in (
+        (Objective(pieces=(Piece(activation=1, token=1),)), [[47, 3], [48, 2]]),
+        (Objective(pieces=(Piece(activation=100, token=1),)), [[0, 3], [95, 2]]),
+    ):
+        routing = solve_routing(
+            placement, [95, 3, 2], objective=objective, method="highs", stop=stop, bound=False
+        )
+        assert routing.gpu_tokens().sum() == 100
+        assert routing.makespan <= objective.time(np.array(expected)).max() + 1
+
+
+def test_twins_are_put_in_order() -> None:
+    """GPUs that may be renamed are found, and a start is renamed so that the first takes most."""
+    placement = Placement([[0, 1, 4], [0, 1, 5], [0, 1, -1], [1, 0, -1], [0, 2, -1], [0, 3, -1]])
+    tokens = np.array([9, 9, 7, 7, 5, 5])
+    program = Program.of(placement, Pairs.of(placement, 0), tokens, Objective.preset("tokens"))
+    assert [gpus.tolist() for gpus in program.twins()] == [[0, 1], [2, 3], [4, 5]]
+    taken = np.arange(len(program.gpu))
+    ordered = program.in_order(taken)
+    sizes = program.sizes(ordered)
+    assert all(np.diff(sizes[gpus]) <= 0 for gpus in program.twins())
+    assert sorted(program.sizes(taken)) == sorted(sizes)
+
+
+def test_room_and_fewest_replicas() -> None:
+    """Within a makespan a replica takes so many tokens, and an expert needs so many replicas."""
+    placement = Placement([[0, 1], [0, 2], [0, -1]])
+    objective = Objective(pieces=(Piece(offset=1, activation=2, token=1),))
+    program = Program.of(placement, Pairs.of(placement, 0), np.array([12, 3, 1]), objective)
+    assert program.room().tolist() == [12, 12, 12]
+    tight = replace(program, most=10.0)
+    assert tight.room().tolist() == [2, 4, 7]
+    assert tight.fewest_replicas(tight.room()).tolist() == [3]
+    assert tight.activation_room().tolist() == [1, 1, 1]
+
+
+def test_counted_bound_of_what_is_priced() -> None:
+    """The counted bound of any objective is not above the smallest makespan."""
+    rng = np.random.default_rng(11)
+    curve = Objective(pieces=(Curve((1, 4, 5, 8), (2.0, 2.0, 5.0, 5.0)),))
+    for objective in (MIXED, TILED, SLOW, WHOLE, curve):
+        for _ in range(20):
+            problem = draw(rng, gpus=4, experts=5, most_tokens=4)
+            smallest = optimal_makespan(problem.placement, problem.tokens, objective)
+            pairs = Pairs.of(problem.placement, 0, every_slot=bool(objective.curves))
+            for tokens, makespan in zip(problem.tokens, smallest, strict=True):
+                program = Program.of(problem.placement, pairs, tokens, objective)
+                assert program.counted_bound() <= makespan
+
+
+@pytest.mark.parametrize("engine", ["highs", "pulp", "pulp:solver=HiGHS"])
+def test_curves_are_refused_by_name(engine: str) -> None:
+    """HiGHS and PuLP say that they do not take curves."""
+    curve = Objective(pieces=(Curve((1, 2), (1.0, 2.0)),), name="measured")
+    with pytest.raises(ValueError, match="solves pieces that are not curves only, not measured"):
+        Router(FOUR_GPUS, objective=curve, method=engine)
+
+
+def test_slowness_of_other_gpus(engine: str) -> None:
+    """A slowness for another number of GPUs is refused."""
+    two = Objective(pieces=MIXED.pieces, slowness=(1, 2))
+    with pytest.raises(ValueError, match="slowness of 2 GPUs; the placement has 4"):
+        solve_routing(FOUR_GPUS, [1, 1, 1, 1], objective=two, method=engine)

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from eplb_opt.errors import EplbError, InfeasibleError, InvalidTokensError, SolverUnavailableError
+from eplb_opt.objective import Curve, Objective, Piece
 from eplb_opt.placement import Placement
 from eplb_opt.routers.pulp import Pulp
-from eplb_opt.routing import Status, solve_routing
+from eplb_opt.routing import Proof, solve_routing
 
 pulp = pytest.importorskip("pulp")
 
@@ -41,7 +42,63 @@ def test_model_of_tokens_has_no_y() -> None:
         "gpu_0: - makespan + x_0_0 <= 0",
         "gpu_1: - makespan + x_0_1 <= 0",
         "expert_0: x_0_0 + x_0_1 = 3",
+        "twins_0_1: - x_0_0 + x_0_1 <= 0",
     ]
+
+
+def test_model_of_tiles_slowness_and_two_pieces() -> None:
+    """Pieces are named rows, each with its prices; tiles are started and filled."""
+    pieces = (Piece(offset=2, activation=3, tile=1.5), Piece(token=0.5))
+    objective = Objective(pieces=pieces, slowness=(1, 2))
+    assert rows(Pulp.model(PLACEMENT, [300, 2], objective)) == [
+        "gpu_0_piece_0: - makespan + 3 y_0_0 + 3 y_1_0 + 1.5 z_0_0 + 1.5 z_1_0 <= -2",
+        "gpu_1_piece_0: - makespan + 6 y_0_1 + 3 z_0_1 <= -4",
+        "gpu_0_piece_1: - makespan + 0.5 x_0_0 + 0.5 x_1_0 <= 0",
+        "gpu_1_piece_1: - makespan + x_0_1 <= 0",
+        "expert_0: x_0_0 + x_0_1 = 300",
+        "expert_1: x_1_0 = 2",
+        "activates_0_0: x_0_0 - 300 y_0_0 <= 0",
+        "activates_0_1: x_0_1 - 300 y_0_1 <= 0",
+        "activates_1_0: x_1_0 - 2 y_1_0 <= 0",
+        "tiles_0_0: x_0_0 - 128 z_0_0 <= 0",
+        "tiles_0_1: x_0_1 - 128 z_0_1 <= 0",
+        "tiles_1_0: x_1_0 - 128 z_1_0 <= 0",
+        "starts_a_tile_0_0: y_0_0 - z_0_0 <= 0",
+        "starts_a_tile_0_1: y_0_1 - z_0_1 <= 0",
+        "starts_a_tile_1_0: y_1_0 - z_1_0 <= 0",
+    ]
+
+
+def test_model_of_whole_experts() -> None:
+    """Without splits there is no x: each expert is at one GPU, with all its tokens and tiles."""
+    objective = Objective(pieces=(Piece(tile=1, token=0.5),), split=False)
+    assert rows(Pulp.model(PLACEMENT, [300, 2], objective)) == [
+        "gpu_0: - makespan + 153 y_0_0 + 2 y_1_0 <= 0",
+        "gpu_1: - makespan + 153 y_0_1 <= 0",
+        "expert_0: y_0_0 + y_0_1 = 1",
+        "expert_1: y_1_0 = 1",
+    ]
+
+
+def test_model_is_exported(tmp_path: Path) -> None:
+    """The model is written as LP and MPS, and solved from there it has the same optimum."""
+    objective = Objective.preset("deepseek-v3-fp8")
+    placement, tokens = Placement([[0, 1], [0, 2], [1, 2]]), [300, 200, 90]
+    model = Pulp.model(placement, tokens, objective)
+    model.writeLP(str(tmp_path / "problem.lp"))
+    model.writeMPS(str(tmp_path / "problem.mps"))
+    assert "gpu_0_piece_1" in (tmp_path / "problem.lp").read_text()
+    _, again = pulp.LpProblem.fromMPS(str(tmp_path / "problem.mps"))
+    again.solve(pulp.PULP_CBC_CMD(msg=False, _skip_v4_deprecation=True))
+    routing = solve_routing(placement, tokens, objective=objective, method="pulp", bound=False)
+    assert pulp.value(again.objective) == pytest.approx(float(routing.makespan))
+
+
+def test_model_refuses_curves() -> None:
+    """A curve has no linear rows; the error names the engine that takes it."""
+    curve = Objective(pieces=(Curve((1, 2), (1.0, 2.0)),))
+    with pytest.raises(ValueError, match="cp-sat takes it"):
+        Pulp.model(PLACEMENT, [3, 2], curve)
 
 
 def test_model_of_a_layer(tmp_path: Path) -> None:
@@ -74,11 +131,11 @@ def test_solver_without_a_gap_option(monkeypatch: pytest.MonkeyPatch) -> None:
     """The value of a solver whose gap PuLP cannot set is lowered by 1e-4 before it proves."""
     options = frozenset({"msg", "_skip_v4_deprecation"})
     monkeypatch.setattr("eplb_opt.routers.pulp._options", lambda _: options)
-    one = Placement([[0]])
-    few = solve_routing(one, [9_999], objective="tokens", method="pulp")
-    many = solve_routing(one, [20_000], objective="tokens", method="pulp")
-    assert few.status == Status.OPTIMAL
-    assert many.status == Status.FEASIBLE
+    placement = Placement([[0, 1], [0, 2]])
+    few = solve_routing(placement, [9_999, 1, 1], objective="tokens", method="pulp")
+    many = solve_routing(placement, [40_000, 1, 1], objective="tokens", method="pulp")
+    assert few.proved_by == Proof.PULP
+    assert many.proved_by == Proof.COUNT
 
 
 def test_unfinished_search_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +149,7 @@ def test_unfinished_search_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(pulp.LpProblem, "solve", stopped)
     routing = solve_routing(PLACEMENT, [3, 2], method="pulp:warm_start=false")
     assert routing.makespan == routing.bound == 1
-    assert routing.status == Status.FEASIBLE
+    assert routing.proved_by == Proof.COUNT
 
 
 def test_failing_solver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,325 @@
+// Does a routing fit into caps, so many activated replicas and tokens on each GPU? Refutes it, finds
+// one, or gives up after so many nodes.
+//
+// A node has decided for some options that they serve (at least so many tokens), for others that they
+// are closed. It is refuted by the first of these that fails:
+//
+//   1. Rooms. An option takes at most its GPU's room r, the cap less what is promised there. Expert e
+//      with demand T needs the fewest further replicas, k, whose rooms cover it: its *k-demand*. With a
+//      spare of s activations over all experts together it has k + s at most. An option that no cover
+//      of so many uses is closed; one that every cover uses serves, and at least what the others cannot
+//      take is promised to it. That shrinks rooms, so it is repeated until nothing changes.
+//   2. Flow. The tokens flow through all options that are not closed, within the rooms.
+//   3. b-matching. The k-demands of all experts fit into the GPUs' free activations.
+//
+// What is left opens the matched options, and those that the flow of 2 uses where activations are
+// free. If the tokens flow through these alone, that is a routing. Otherwise the flow is stuck: the
+// GPUs it reaches hold all options of the experts they serve. The node branches on an option outside
+// of an expert served inside: serves, then closed.
+//
+// Steps 1 and 3 at the root cost O(options) a round and O(options) per augmentation; every branch
+// decides an option, so it ends.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <deque>
+#include <vector>
+
+#include "choices.hpp"
+
+namespace eplb {
+
+enum class Verdict { refuted, fits, unknown };
+
+class Branching {
+  public:
+    explicit Branching(const Choices& choices) : choices_(choices) {}
+
+    // `most` is what may be served on each GPU beside what is fixed. Without `split` every expert takes
+    // one replica. What remains of a flow that was stuck at the end is in tokens() too.
+    Verdict decide(const std::vector<Caps>& most, bool split, std::int64_t max_nodes) {
+        split_ = split, max_nodes_ = max_nodes, nodes_ = 0;
+        if (stack_.empty()) stack_.resize(1);
+        Node& root = stack_[0];
+        root.left = most;
+        root.state.assign(choices_.options(), kFree);
+        root.promised.assign(choices_.options(), 0.0);
+        tokens_.assign(choices_.options(), 0.0);
+        return visit(0);
+    }
+    const std::vector<double>& tokens() const { return tokens_; }
+    std::int64_t nodes() const { return nodes_; }
+
+  private:
+    enum State : char { kFree, kServes, kClosed };
+    struct Node {
+        std::vector<Caps> left;  // of each GPU, beside what serves and is promised
+        std::vector<State> state;
+        std::vector<double> promised;
+    };
+
+    Verdict visit(std::size_t depth) {
+        ++nodes_;
+        if (stack_.size() < depth + 2) stack_.resize(depth + 2);  // a deque: references stay
+        Node& node = stack_[depth];
+        if (!tighten(node)) return Verdict::refuted;
+        open_.resize(choices_.options());
+        for (std::int32_t o = 0; o < choices_.options(); ++o) open_[o] = node.state[o] != kClosed;
+        if (!flow(node)) return Verdict::refuted;
+        wide_ = tokens_;
+        if (!match(node)) return Verdict::refuted;
+        open_matched(node);
+        if (flow(node)) return Verdict::fits;
+        if (nodes_ >= max_nodes_) return Verdict::unknown;
+        const std::int32_t branch = way_out(node);
+        if (branch < 0) return Verdict::unknown;  // cannot be: the flow through all options would be stuck
+
+        Verdict verdict = Verdict::refuted;
+        for (const State choice : {kServes, kClosed}) {
+            Node& child = stack_[depth + 1];
+            child = node;
+            child.state[branch] = choice;
+            if (choice == kServes) {
+                Caps& left = child.left[choices_.option(branch).gpu];
+                left.activated -= 1, left.tokens -= 1;
+                child.promised[branch] = 1;
+            }
+            const Verdict of_child = visit(depth + 1);
+            if (of_child == Verdict::fits) return of_child;
+            if (of_child == Verdict::unknown) verdict = of_child;
+            if (nodes_ >= max_nodes_ && choice == kServes) return Verdict::unknown;
+        }
+        return verdict;
+    }
+
+    double room(const Node& node, std::int32_t o, double demand) const {
+        if (node.state[o] == kClosed) return 0;
+        return std::min(demand, node.left[choices_.option(o).gpu].tokens + node.promised[o]);
+    }
+    void close(Node& node, int gpu) const {
+        for (const std::int32_t o : choices_.on(gpu))
+            if (node.state[o] == kFree) node.state[o] = kClosed;
+    }
+
+    // Step 1; false if it refutes the node.
+    bool tighten(Node& node) {
+        for (int g = 0; g < choices_.gpus(); ++g) {
+            if (node.left[g].activated < 0 || node.left[g].tokens < 0) return false;
+            if (node.left[g].activated == 0) close(node, g);
+        }
+        need_.assign(choices_.experts(), 0);
+        for (double spare = kInf;;) {
+            for (bool changed = true; changed;) {
+                changed = false;
+                for (int e = 0; e < choices_.experts(); ++e)
+                    if (!tighten(node, e, spare, changed)) return false;
+            }
+            double free = 0;
+            for (int g = 0; g < choices_.gpus(); ++g) {
+                double options = 0;
+                for (const std::int32_t o : choices_.on(g)) options += node.state[o] == kFree;
+                free += std::min(options, node.left[g].activated);
+            }
+            for (const int need : need_) free -= need;
+            if (free < 0) return false;
+            if (free >= spare) return true;
+            spare = free;
+        }
+    }
+    bool tighten(Node& node, int e, double spare, bool& changed) {
+        const double demand = choices_.demand(e);
+        const std::int32_t first = choices_.first(e), last = choices_.first(e + 1);
+        rooms_.clear();  // of the free options, falling
+        double held = 0;
+        bool serves = false;
+        for (std::int32_t o = first; o < last; ++o) {
+            const double r = room(node, o, demand);
+            if (node.state[o] == kServes) held += r, serves = true;
+            if (node.state[o] == kFree && r > 0) rooms_.insert(std::upper_bound(rooms_.begin(), rooms_.end(), r, std::greater<>()), r);
+        }
+        const int free = static_cast<int>(rooms_.size());
+        int need = 0;
+        for (double left = demand - held; left > 0; left -= rooms_[need++])
+            if (need == free) return false;
+        if (!split_ && need + serves > 1) return false;
+        need_[e] = need;
+        int most = spare < free - need ? need + static_cast<int>(spare) : free;
+        if (!split_) most = serves ? 0 : 1;
+        double top = 0;  // of the `most` largest
+        for (int i = 0; i < most; ++i) top += rooms_[i];
+        for (std::int32_t o = first; o < last; ++o) {
+            if (node.state[o] == kClosed) continue;
+            const double mine = room(node, o, demand);
+            const bool among = most > 0 && mine >= rooms_[most - 1];
+            if (node.state[o] == kFree) {
+                const double with = most == 0 ? 0 : among ? top : top - rooms_[most - 1] + mine;
+                if (mine == 0 || most == 0 || held + with < demand) {
+                    node.state[o] = kClosed, changed = true;
+                    continue;
+                }
+            }
+            double others = held + top;
+            if (node.state[o] == kServes)
+                others -= mine;
+            else if (among)
+                others += (most < free ? rooms_[most] : 0) - mine;
+            const double least = demand - others;
+            if (least <= node.promised[o]) continue;
+            const int gpu = choices_.option(o).gpu;
+            Caps& left = node.left[gpu];
+            if (node.state[o] == kFree) {
+                node.state[o] = kServes;
+                if (--left.activated == 0) close(node, gpu);
+            }
+            left.tokens -= least - node.promised[o];
+            node.promised[o] = least;
+            changed = true;
+            return left.activated >= 0 && left.tokens >= 0;  // the rooms above have changed
+        }
+        return true;
+    }
+
+    // Step 3, preferring what the flow of step 2 uses.
+    bool match(const Node& node) {
+        activations_.resize(choices_.gpus());
+        for (int g = 0; g < choices_.gpus(); ++g) activations_[g] = node.left[g].activated;
+        matched_.assign(choices_.options(), 0);
+        for (int e = 0; e < choices_.experts(); ++e)
+            for (int i = 0; i < need_[e]; ++i) {
+                std::int32_t best = -1;
+                for (std::int32_t o = choices_.first(e); o < choices_.first(e + 1); ++o)
+                    if (node.state[o] == kFree && !matched_[o] && activations_[choices_.option(o).gpu] > 0 &&
+                        (best < 0 || wide_[o] > wide_[best]))
+                        best = o;
+                if (best >= 0) {
+                    matched_[best] = 1, --activations_[choices_.option(best).gpu];
+                    continue;
+                }
+                reached_.assign(choices_.gpus(), 0);
+                if (!augment(node, e)) return false;
+            }
+        return true;
+    }
+    bool augment(const Node& node, int e) {
+        for (std::int32_t o = choices_.first(e); o < choices_.first(e + 1); ++o) {
+            const int g = choices_.option(o).gpu;
+            if (node.state[o] != kFree || matched_[o] || reached_[g]) continue;
+            reached_[g] = 1;
+            if (activations_[g] > 0) {
+                matched_[o] = 1, --activations_[g];
+                return true;
+            }
+            for (const std::int32_t other : choices_.on(g))
+                if (matched_[other] && augment(node, choices_.option(other).expert)) {
+                    matched_[other] = 0, matched_[o] = 1;
+                    return true;
+                }
+        }
+        return false;
+    }
+    void open_matched(const Node& node) {
+        for (std::int32_t o = 0; o < choices_.options(); ++o) open_[o] = node.state[o] == kServes || matched_[o];
+        if (!split_) return;
+        for (int g = 0; g < choices_.gpus(); ++g)
+            for (; activations_[g] > 0; --activations_[g]) {
+                std::int32_t best = -1;
+                for (const std::int32_t o : choices_.on(g))
+                    if (!open_[o] && node.state[o] == kFree && wide_[o] > 0 && (best < 0 || wide_[o] > wide_[best]))
+                        best = o;
+                if (best < 0) break;
+                open_[best] = 1;
+            }
+    }
+
+    // Routes the tokens through the open options within the rooms, what is promised first. False if
+    // they do not fit: then `reached_` are the GPUs that the rest reaches.
+    bool flow(const Node& node) {
+        room_.resize(choices_.gpus());
+        for (int g = 0; g < choices_.gpus(); ++g) room_[g] = node.left[g].tokens;
+        tokens_ = node.promised;
+        for (int e = 0; e < choices_.experts(); ++e) {
+            double rest = choices_.demand(e);
+            for (std::int32_t o = choices_.first(e); o < choices_.first(e + 1); ++o) rest -= node.promised[o];
+            while (rest > 0) {
+                std::int32_t best = -1;
+                for (std::int32_t o = choices_.first(e); o < choices_.first(e + 1); ++o)
+                    if (open_[o] && room_[choices_.option(o).gpu] > 0 &&
+                        (best < 0 || room_[choices_.option(o).gpu] > room_[choices_.option(best).gpu]))
+                        best = o;
+                if (best < 0) break;
+                double& room = room_[choices_.option(best).gpu];
+                const double amount = std::min(rest, room);
+                tokens_[best] += amount, room -= amount, rest -= amount;
+            }
+            if (rest > 0 && !reroute(node, e, rest)) return false;
+        }
+        return true;
+    }
+    // Serves `rest` tokens of an expert whose GPUs are full, along paths that move other tokens on.
+    bool reroute(const Node& node, int e, double rest) {
+        came_by_.resize(choices_.gpus()), moved_.resize(choices_.gpus());
+        while (rest > 0) {
+            reached_.assign(choices_.gpus(), 0);
+            queue_.clear();
+            int end = -1;
+            const auto reach = [&](int expert, std::int32_t moved) {
+                for (std::int32_t o = choices_.first(expert); o < choices_.first(expert + 1); ++o) {
+                    const int g = choices_.option(o).gpu;
+                    if (!open_[o] || reached_[g]) continue;
+                    reached_[g] = 1, came_by_[g] = o, moved_[g] = moved;
+                    queue_.push_back(g);
+                    if (end < 0 && room_[g] > 0) end = g;
+                }
+            };
+            reach(e, -1);
+            for (std::size_t i = 0; i < queue_.size() && end < 0; ++i)
+                for (const std::int32_t o : choices_.on(queue_[i]))
+                    if (tokens_[o] > node.promised[o]) reach(choices_.option(o).expert, o);
+            if (end < 0) {
+                stuck_ = e, stuck_rest_ = rest;
+                return false;
+            }
+            double amount = std::min(rest, room_[end]);
+            for (int g = end; moved_[g] >= 0; g = choices_.option(moved_[g]).gpu)
+                amount = std::min(amount, tokens_[moved_[g]] - node.promised[moved_[g]]);
+            room_[end] -= amount, rest -= amount;
+            for (int g = end;; g = choices_.option(moved_[g]).gpu) {
+                tokens_[came_by_[g]] += amount;
+                if (moved_[g] < 0) break;
+                tokens_[moved_[g]] -= amount;
+            }
+        }
+        return true;
+    }
+
+    // The option to branch on: outside of the reached GPUs, of the expert with most tokens inside.
+    std::int32_t way_out(const Node& node) const {
+        std::int32_t best = -1;
+        double most = 0;
+        for (std::int32_t o = 0; o < choices_.options(); ++o) {
+            const auto [gpu, slot, e] = choices_.option(o);
+            if (reached_[gpu] || open_[o] || node.state[o] != kFree) continue;
+            double inside = e == stuck_ ? stuck_rest_ : 0;
+            for (std::int32_t d = choices_.first(e); d < choices_.first(e + 1); ++d)
+                if (reached_[choices_.option(d).gpu]) inside += tokens_[d];
+            inside = std::min(inside, node.left[gpu].tokens);
+            if (inside > most) most = inside, best = o;
+        }
+        return best;
+    }
+
+    const Choices& choices_;
+    bool split_ = true;
+    std::int64_t max_nodes_ = 0, nodes_ = 0;
+    int stuck_ = 0;
+    double stuck_rest_ = 0;
+    std::deque<Node> stack_;
+    std::vector<int> need_;
+    std::vector<double> rooms_, activations_, room_, tokens_, wide_;
+    std::vector<char> open_, matched_, reached_;
+    std::vector<std::int32_t> came_by_, moved_;
+    std::vector<int> queue_;
+};
+
+}  // namespace eplb

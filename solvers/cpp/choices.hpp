@@ -1,0 +1,67 @@
+// One problem without what has no choice: live experts with one candidate are folded into their
+// GPU's load, the others keep their options.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "placement.hpp"
+#include "pricing.hpp"
+
+namespace eplb {
+
+// An expert's candidate replica. `expert` counts those with a choice only.
+struct Option {
+    std::int32_t gpu, slot, expert;
+};
+
+class Choices {
+  public:
+    // The tokens are acceptable to the layer. Keeps its memory from problem to problem.
+    void read(const Layer& layer, const std::int64_t* tokens, const Pricing& pricing) {
+        options_.clear(), first_.clear(), demand_.clear();
+        fixed_.assign(layer.gpus, {});
+        for (const SingleCopy& e : layer.singles)
+            if (tokens[e.expert] > 0) fixed_[e.only.gpu] += pricing.replica(static_cast<double>(tokens[e.expert]));
+        const auto add = [&](std::int32_t expert, std::span<const Candidate> candidates) {
+            if (tokens[expert] == 0) return;
+            first_.push_back(static_cast<std::int32_t>(options_.size()));
+            for (const Candidate c : candidates) options_.push_back({c.gpu, c.slot, experts()});
+            demand_.push_back(static_cast<double>(tokens[expert]));
+        };
+        for (const TwoCopies& e : layer.pairs) add(e.expert, std::array{e.low, e.high});
+        for (const std::int32_t e : layer.others) add(e, layer.candidates_of(e));
+        first_.push_back(static_cast<std::int32_t>(options_.size()));
+
+        // Counting sort by GPU.
+        end_.assign(layer.gpus + 1, 0);
+        for (const Option& o : options_) ++end_[o.gpu + 1];
+        for (int g = 0; g < layer.gpus; ++g) end_[g + 1] += end_[g];
+        by_gpu_.resize(options_.size());
+        for (std::int32_t o = 0; o < static_cast<std::int32_t>(options_.size()); ++o)
+            by_gpu_[end_[options_[o].gpu]++] = o;
+    }
+
+    int gpus() const { return static_cast<int>(fixed_.size()); }
+    int experts() const { return static_cast<int>(demand_.size()); }
+    std::int32_t options() const { return static_cast<std::int32_t>(options_.size()); }
+    const Option& option(std::int32_t o) const { return options_[o]; }
+    double demand(int expert) const { return demand_[expert]; }
+    // The options of an expert are first(expert) to first(expert + 1), by GPU.
+    std::int32_t first(int expert) const { return first_[expert]; }
+    std::span<const std::int32_t> on(int gpu) const {
+        const std::int32_t begin = gpu == 0 ? 0 : end_[gpu - 1];
+        return std::span(by_gpu_).subspan(begin, end_[gpu] - begin);
+    }
+    const Load& fixed(int gpu) const { return fixed_[gpu]; }
+
+  private:
+    std::vector<Option> options_;
+    std::vector<std::int32_t> first_, by_gpu_, end_;
+    std::vector<double> demand_;
+    std::vector<Load> fixed_;
+};
+
+}  // namespace eplb

@@ -1,0 +1,153 @@
+// What a GPU's time is: the objective, as the makespan search and its bounds evaluate it.
+//
+// time = slowness * max over pieces of (((offset + activation A) + tile T) + token N), in doubles and
+// in this order, so that the Python package finds the same number to the bit (compiled without
+// contraction to fused multiply-adds). A curve, the measured time of one replica over its tokens, is
+// a further piece: the sum over the GPU's replicas. Counts are doubles: they stay below 2^53.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <utility>
+#include <vector>
+
+namespace eplb {
+
+constexpr double kInf = std::numeric_limits<double>::infinity();
+
+struct Piece {
+    double offset, activation, tile, token;
+};
+
+// Rows of rising tokens; linear between them, flat below the first, and above the last as between the
+// last two.
+struct Curve {
+    std::vector<double> tokens, times;
+
+    bool empty() const { return tokens.empty(); }
+    double time(double x) const {
+        if (x <= 0) return 0;
+        const auto above = std::upper_bound(tokens.begin(), tokens.end(), x) - tokens.begin();
+        const auto last = static_cast<std::ptrdiff_t>(tokens.size()) - 2;
+        const auto row = std::clamp<std::ptrdiff_t>(above - 1, 0, last);
+        const double slope = (times[row + 1] - times[row]) / (tokens[row + 1] - tokens[row]);
+        return times[row] + slope * std::max(x - tokens[row], 0.0);
+    }
+    // The least time per token at any number of tokens: time / tokens is monotone between rows, so it
+    // is least at a row or without end.
+    double least_per_token() const {
+        const std::size_t last = tokens.size() - 1;
+        double least = (times[last] - times[last - 1]) / (tokens[last] - tokens[last - 1]);
+        for (std::size_t i = 0; i <= last; ++i) least = std::min(least, times[i] / tokens[i]);
+        return least;
+    }
+};
+
+// A GPU's activated replicas, tiles and tokens, and its replicas' times on the curve, summed.
+struct Load {
+    double activated = 0, tiles = 0, tokens = 0, curved = 0;
+
+    Load& operator+=(const Load& o) {
+        activated += o.activated, tiles += o.tiles, tokens += o.tokens, curved += o.curved;
+        return *this;
+    }
+    Load& operator-=(const Load& o) {
+        activated -= o.activated, tiles -= o.tiles, tokens -= o.tokens, curved -= o.curved;
+        return *this;
+    }
+};
+
+// The most activated replicas and tokens of a GPU that a target time can allow.
+struct Caps {
+    double activated, tokens;
+};
+
+class Pricing {
+  public:
+    // `slowness` has one entry per GPU; `curve` may be empty.
+    Pricing(std::vector<Piece> pieces, Curve curve, double tile_tokens, std::vector<double> slowness, bool split)
+        : pieces_(std::move(pieces)),
+          curve_(std::move(curve)),
+          tile_tokens_(tile_tokens),
+          slowness_(std::move(slowness)),
+          split_(split),
+          uniform_(std::all_of(slowness_.begin(), slowness_.end(),
+                               [this](double s) { return s == slowness_.front(); })),
+          tiled_(std::any_of(pieces_.begin(), pieces_.end(), [](const Piece& p) { return p.tile > 0; })),
+          per_token_(curve_.empty() ? 0.0 : curve_.least_per_token() * kBelow) {}
+
+    double time(int gpu, const Load& load) const {
+        double most = load.curved;
+        for (const Piece& p : pieces_)
+            most = std::max(most, ((p.offset + p.activation * load.activated) + p.tile * load.tiles) +
+                                      p.token * load.tokens);
+        return slowness_[gpu] * most;
+    }
+    // What a replica with x tokens adds to its GPU.
+    Load replica(double x) const {
+        return {x > 0 ? 1.0 : 0.0, tiled_ ? std::ceil(x / tile_tokens_) : 0.0, x,
+                curve_.empty() ? 0.0 : curve_.time(x)};
+    }
+
+    // The least time of a GPU with so many activated replicas: each has a token and a tile.
+    double time_of_activated(int gpu, double count) const {
+        const double curved = curve_.empty() ? 0.0 : count * curve_.times.front() * kBelow;
+        return time(gpu, {count, tiled_ ? count : 0.0, count, curved});
+    }
+    // The least time of a GPU with so many tokens: they may share one replica, and fill its tiles.
+    double time_of_tokens(int gpu, double count) const {
+        const double tiles = tiled_ ? std::ceil(count / tile_tokens_) : 0.0;
+        const double curved = curve_.empty() || count == 0 ? 0.0 : std::max(curve_.times.front() * kBelow, count * per_token_);
+        return time(gpu, {count > 0 ? 1.0 : 0.0, tiles, count, curved});
+    }
+    // Any routing with every GPU's time at most `target` is within these; kMost where it is unlimited.
+    Caps caps(int gpu, double target) const {
+        return {most([&](double n) { return time_of_activated(gpu, n) <= target; }, kMostActivated),
+                most([&](double n) { return time_of_tokens(gpu, n) <= target; }, kMostTokens)};
+    }
+    // The least time of a GPU that is not within its caps at `target`.
+    double beyond(int gpu, const Caps& caps) const {
+        const double a = caps.activated < kMostActivated ? time_of_activated(gpu, caps.activated + 1) : kInf;
+        const double n = caps.tokens < kMostTokens ? time_of_tokens(gpu, caps.tokens + 1) : kInf;
+        return std::min(a, n);
+    }
+
+    int gpus() const { return static_cast<int>(slowness_.size()); }
+    bool uniform() const { return uniform_; }
+    bool split() const { return split_; }
+    // Whether at most two pieces decide, without tiles, curve or differences between GPUs.
+    bool simple() const {
+        return uniform_ && !tiled_ && curve_.empty() && pieces_.size() <= 2;
+    }
+    const std::vector<Piece>& pieces() const { return pieces_; }
+    double slowness(int gpu) const { return slowness_[gpu]; }
+
+  private:
+    static constexpr double kBelow = 1 - 1e-12;  // what is added up in another order may round down
+    static constexpr double kMostActivated = 1 << 20, kMostTokens = 9007199254740992.0;
+
+    // The largest integer from -1 to `limit` that fits; fitting ends once.
+    template <class Fits>
+    static double most(Fits&& fits, double limit) {
+        if (!fits(0)) return -1;
+        if (fits(limit)) return limit;
+        double low = 0, high = 1;
+        while (fits(high)) low = high, high *= 2;
+        while (high - low > 1) {
+            const double middle = std::floor((low + high) / 2);
+            (fits(middle) ? low : high) = middle;
+        }
+        return low;
+    }
+
+    std::vector<Piece> pieces_;
+    Curve curve_;
+    double tile_tokens_;
+    std::vector<double> slowness_;
+    bool split_, uniform_, tiled_;
+    double per_token_;
+};
+
+}  // namespace eplb

@@ -1,0 +1,181 @@
+"""`optimal`: which method it is, what it proves, and what it leaves open."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from eplb_opt.errors import EplbError
+from eplb_opt.objective import Curve, Objective, Piece
+from eplb_opt.placement import Placement
+from eplb_opt.placing import solve_placement
+from eplb_opt.routers import optimal, resolve_method
+from eplb_opt.routers.base import TimeLimit
+from eplb_opt.routers.exact import Found
+from eplb_opt.routers.flow import Flow
+from eplb_opt.routers.matching import Matching
+from eplb_opt.routers.optimal import Optimal
+from eplb_opt.routing import Proof, Routing, Status, solve_routing
+from eplb_opt.testing import Problem, check_routing, optimal_makespan
+
+V3 = Objective.preset("deepseek-v3-fp8")
+OBJECTIVES = {
+    "roofline": Objective(pieces=(Piece(activation=4), Piece(token=1))),
+    "with offsets": Objective(pieces=(Piece(offset=3, activation=4), Piece(offset=5, token=1))),
+    "two token pieces": Objective(pieces=(Piece(offset=9, token=1), Piece(token=2))),
+    "slow GPUs": Objective(pieces=(Piece(activation=4), Piece(token=1)), slowness=(1, 1.5, 1, 2)),
+    "slow alike": Objective(pieces=(Piece(activation=4), Piece(token=1)), slowness=(1.5,) * 4),
+    "activations on slow GPUs": Objective(pieces=(Piece(activation=1),), slowness=(1, 2, 1, 3)),
+    "tiles": Objective(pieces=(Piece(activation=2, tile=3), Piece(token=1)), tile_tokens=3),
+    "whole": Objective(pieces=(Piece(activation=4), Piece(token=1)), split=False),
+    "curve": Objective(pieces=(Curve((1, 3, 4, 6), (2.0, 2.0, 4.0, 4.0)), Piece(token=0.5))),
+}
+
+
+def solve(problem: Problem, objective: Objective, **given: object) -> Routing:
+    """Route by `optimal`, with its own bound."""
+    return solve_routing(
+        problem.placement,
+        problem.tokens,
+        objective=objective,
+        bound=False,
+        **{"method": Optimal(), **given},  # type: ignore[arg-type]
+    )
+
+
+def small(seed: int) -> Problem:
+    """Draw a problem of four GPUs that can be solved by trying everything."""
+    rng = np.random.default_rng(seed)
+    slots = np.concatenate([np.arange(5), rng.integers(-1, 5, 7)])
+    return Problem(Placement(rng.permutation(slots).reshape(4, 3), 5), rng.integers(0, 8, (2, 5)))
+
+
+def flip(seed: int, gpus: int = 16) -> Problem:
+    """Draw a problem about the flip batch: neither activations nor tokens alone decide."""
+    rng = np.random.default_rng(seed)
+    popularity = rng.permutation((1.0 + np.arange(256)) ** -0.8)
+    popularity /= popularity.sum()
+    plan = solve_placement(popularity * 1e6, num_gpus=gpus, slots_per_gpu=320 // gpus)
+    return Problem(plan.placement, rng.multinomial(35_000, popularity))
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_objective_is_proven(name: str) -> None:
+    """On small problems the proven optimum is that of trying everything, for every objective."""
+    for seed in range(6):
+        problem = small(seed)
+        routing = solve(problem, OBJECTIVES[name])
+        check_routing(problem.placement, problem.tokens, routing)
+        smallest = optimal_makespan(problem.placement, problem.tokens, OBJECTIVES[name])
+        assert np.array_equal(routing.makespan, smallest)
+        assert np.array_equal(routing.bound, smallest)
+        assert (routing.status == Status.OPTIMAL).all()
+
+
+def test_the_compiled_methods_where_they_can() -> None:
+    """Activations and tokens go to matching and flow, by name and from an instance."""
+    for objective, method in (("activations", Matching()), ("tokens", Flow())):
+        assert resolve_method("optimal", Objective.preset(objective)) == method
+        routing = solve(small(0), Objective.preset(objective))
+        assert routing.certificate.any(axis=-1).all()
+    assert resolve_method("optimal:seconds=2", V3) == Optimal(seconds=2.0)
+
+
+def test_hard_problems_are_proven() -> None:
+    """About the flip batch, two problems of DeepSeek-V3 at a time are proven by an engine."""
+    problem = flip(1)
+    routing = solve(problem, V3, threads=2)
+    check_routing(problem.placement, problem.tokens, routing)
+    assert routing.status == Status.OPTIMAL
+    assert routing.proved_by in (Proof.HIGHS, Proof.CP_SAT, Proof.COUNT)
+
+
+@pytest.mark.parametrize("missing", [["highspy"], ["ortools"], ["highspy", "ortools"]])
+def test_with_what_is_installed(missing: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One engine does where the other is missing; without any the search's bound remains."""
+    for package in missing:
+        monkeypatch.setitem(sys.modules, package, None)
+    # The start takes 12 on GPU 0; the optimum is 10.
+    problem = Problem(Placement([[0, 1, 3], [2, 0, 4], [1, 2, -1]]), np.array([6, 5, 7, 4, 1]))
+    objective = OBJECTIVES["roofline"]
+    routing = solve(problem, objective)
+    check_routing(problem.placement, problem.tokens, routing)
+    smallest = optimal_makespan(problem.placement, problem.tokens, objective)
+    if len(missing) < 2:
+        assert routing.makespan == routing.bound == smallest
+    else:
+        assert routing.bound <= smallest <= routing.makespan
+        assert routing.proved_by == Proof.COUNT
+
+
+def test_no_seconds() -> None:
+    """With no time for proofs the search's answer is there, bounded by counting."""
+    problem = flip(2)
+    for given in ({"method": Optimal(seconds=0)}, {"stop": TimeLimit(0)}):
+        began = time.monotonic()
+        routing = solve(problem, V3, **given)
+        assert time.monotonic() - began < 1
+        check_routing(problem.placement, problem.tokens, routing)
+        assert routing.status == Status.FEASIBLE
+        assert routing.proved_by == Proof.COUNT
+
+
+def test_time_limits_hold() -> None:
+    """Each open problem has its seconds; the limit of the call is over all of them."""
+    hard = flip(3)
+    batch = Problem(hard.placement, np.stack([hard.tokens] * 8))
+    tiles = Objective(pieces=(Piece(activation=12, tile=2.78), Piece(token=0.0945)))
+    began = time.monotonic()
+    routing = solve(batch, tiles, stop=TimeLimit(1.0))
+    assert time.monotonic() - began < 3
+    check_routing(batch.placement, batch.tokens, routing)
+    began = time.monotonic()
+    solve(hard, tiles, method=Optimal(seconds=0.5))
+    assert time.monotonic() - began < 2
+
+
+def test_bad_seconds() -> None:
+    """Negative seconds and NaN are refused, and what is no number."""
+    for seconds in (-1.0, math.nan):
+        with pytest.raises(ValueError, match="seconds must be at least 0"):
+            Optimal(seconds=seconds)
+    with pytest.raises(ValueError, match="seconds='soon' is not a float"):
+        resolve_method("optimal:seconds=soon", V3)
+
+
+@pytest.mark.parametrize(
+    ("found", "complaint"),
+    [
+        (Found(None, 1e9), None),
+        (Found(np.array([1.0]), 0.0), "serves"),
+    ],
+)
+def test_what_an_engine_gets_wrong(
+    found: Found, complaint: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bound above what was asked for says no more than that; a wrong answer is an error."""
+    monkeypatch.setattr(optimal.highs, "solve", lambda *_: found)
+    problem = Problem(Placement([[0, 1], [0, 2]]), np.array([9, 3, 2]))
+    objective = Objective(pieces=(Piece(activation=1), Piece(token=1)))
+    if complaint is None:
+        routing = solve(problem, objective)
+        assert routing.bound <= routing.makespan
+    else:
+        with pytest.raises(EplbError, match=rf"^highs, problem \(\): .*{complaint}"):
+            solve(problem, objective)
+
+
+def test_layers_and_batches() -> None:
+    """Every problem of a batch of layers has its own answer and proof; idle ones take no time."""
+    slots = [[[0, 1, 2], [2, 0, 1]], [[1, 2, 0], [0, 1, -1]]]
+    placement = Placement(slots)
+    tokens = np.array([[[5, 3, 2], [7, 1, 1]], [[0, 0, 0], [1, 0, 9]]])
+    objective = OBJECTIVES["with offsets"]
+    routing = solve(Problem(placement, tokens), objective, threads=2)
+    check_routing(placement, tokens, routing)
+    assert np.array_equal(routing.makespan, optimal_makespan(placement, tokens, objective))
+    assert routing.makespan[1, 0] == routing.bound[1, 0] == objective.idle
