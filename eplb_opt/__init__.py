@@ -32,9 +32,11 @@ from eplb_opt.objective import OBJECTIVES, Curve, Objective, Piece
 from eplb_opt.placement import Placement
 from eplb_opt.placers import placement_methods
 from eplb_opt.placing import PlacementPlan, solve_placement
+from eplb_opt.regime import RegimeMap, regime_map
 from eplb_opt.routers import RoutingMethod, TimeLimit, routing_methods
 from eplb_opt.routing import Router, Routing, RoutingSummary, solve_routing
 from eplb_opt.status import Proof, Status
+from eplb_opt.topology import Transport, transport
 from eplb_opt.trace import LoadTrace, TokenTrace, read_trace
 from eplb_opt.workload import MODEL_SHAPES, ModelShape, Workload, model_shape
 
@@ -66,6 +68,7 @@ __all__ = [
     "Placement",
     "PlacementPlan",
     "Proof",
+    "RegimeMap",
     "Router",
     "Routing",
     "RoutingMethod",
@@ -74,6 +77,7 @@ __all__ = [
     "Status",
     "TimeLimit",
     "TokenTrace",
+    "Transport",
     "Workload",
     "certified_bound",
     "count_tokens",
@@ -82,7 +86,9 @@ __all__ = [
     "placement_methods",
     "read_placement",
     "read_trace",
+    "regime_map",
     "routing_methods",
     "solve_placement",
     "solve_routing",
+    "transport",
 ]

@@ -21,7 +21,7 @@ from eplb_opt.gap import GapRow, GapStudy, default_methods, optimality_gap
 from eplb_opt.objective import Objective, Piece
 from eplb_opt.placement import Placement
 from eplb_opt.placing import solve_placement
-from eplb_opt.routers import Flow, Matching, TimeLimit, Traits, finish
+from eplb_opt.routers import Flow, Matching, TimeLimit, Traits, Uniform, finish
 from eplb_opt.routers.base import Solve
 from eplb_opt.routing import Routing, solve_routing
 from eplb_opt.trace import LoadTrace, TokenTrace
@@ -506,6 +506,16 @@ def test_gpt_oss_routes(shared_data: Path) -> None:
 # What a study refuses
 
 
+class Splits:
+    """A method that splits experts and does not say so."""
+
+    traits: ClassVar[Traits] = Traits("splits")
+
+    def bind(self, placement: Placement, objective: Objective, threads: int) -> Solve:
+        """Route as `uniform` does."""
+        return Uniform().bind(placement, objective, threads)
+
+
 def test_a_method_that_splits_is_exposed(workload: Workload) -> None:
     """Where experts must stay whole, the default methods keep them so, and others are refused."""
     whole = replace(MEASURED, split=False)
@@ -513,8 +523,10 @@ def test_a_method_that_splits_is_exposed(workload: Workload) -> None:
     setting: dict[str, Any] = {**SMALL, "tokens": 64, "objective": whole}
     study = optimality_gap(workload, **setting)
     assert [row.method for row in study.rows] == list(default_methods(whole))
-    for method in ("uniform", "flow"):
-        with pytest.raises(EplbError, match=f"{method} splits an expert's tokens"):
+    with pytest.raises(ValueError, match="uniform solves any with split only, not measured"):
+        optimality_gap(workload, **setting, methods=["uniform"])
+    for method in ("flow", Splits()):
+        with pytest.raises(EplbError, match=r"(flow|Splits).* splits an expert's tokens"):
             optimality_gap(workload, **setting, methods=[method])
 
 

@@ -325,7 +325,7 @@ def array_fields(routing: Routing) -> list[dataclasses.Field[Any]]:
 
 def as_answer(placement: Placement, tokens: Any, routed: Any, objective: Objective) -> Routing:
     """Make a routing of these tokens, without a bound."""
-    routing = Router(placement, objective=objective, method="uniform").route(np.array(tokens))
+    routing = Router(placement, objective=objective, method="metro").route(np.array(tokens))
     routing.tokens[...] = routed
     routing.activated[...] = (routing.tokens > 0).sum(axis=-1)
     routing.makespan[...] = objective.time(routing.tokens).max(axis=-1)

@@ -89,6 +89,9 @@ def solve(program: Program, start: NDArray[np.int64] | None, deadline: float) ->
     parameters.num_workers = 1
     parameters.random_seed = 0
     parameters.relative_gap_limit = parameters.absolute_gap_limit = 0.0
+    # By default one worker may try a λ of hundredths value by value: for minutes, with eight pairs.
+    parameters.linearization_level = 2
+    parameters.use_objective_lb_search = True
     # CP-SAT would take Ctrl-C for a time limit, and leave the process without Python's handler.
     parameters.catch_sigint_signal = False
     parameters.max_time_in_seconds = seconds_left(deadline)
@@ -219,14 +222,14 @@ def _state(program: Program, grid: _Grid) -> _Stated:
     from ortools.sat.python import cp_model
 
     model = cp_model.CpModel()
-    objective, most = program.objective, math.inf
-    room = program.room().tolist()
-    if math.isfinite(program.most):
-        most = math.floor(Fraction(program.most) * grid.steps * Fraction(1 + 10 * ROUNDING))
-    least = (
-        grid.integer(Fraction(program.counted_bound() * (1 - grid.rounding))) if grid.exact else 0
-    )
-    makespan = model.new_int_var(least, int(min(most, 2 * LARGEST)), "makespan")
+    objective, room = program.objective, program.room().tolist()
+    # No GPU ends later than with all tokens of all its experts.
+    latest = min(program.most, program.makespan(program.whole_counts().tokens))
+    most = math.floor(Fraction(latest) * grid.steps * Fraction(1 + 100 * grid.rounding))
+    least = 0
+    if grid.exact:
+        least = grid.integer(Fraction(program.counted_bound() * (1 - grid.rounding)))
+    makespan = model.new_int_var(least, most, "makespan")
     model.minimize(makespan)
 
     y = [model.new_bool_var(f"y{p}") for p in range(len(room))] if program.has_y else []

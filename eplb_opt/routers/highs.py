@@ -38,15 +38,17 @@ class Highs:
 
     Gap tolerances are zero and feasibility tolerances 1e-9, but HiGHS calculates in doubles: with
     3 * 10^6 tokens on a GPU or more, its proven optimum of ``"tokens"`` was seen one too high. So
-    its bound is lowered by 1e-6 of itself before it is raised to an integer, and that objective is
-    proven up to 10^6 tokens on the fullest GPU, and bounded to one part in 10^6 above. Activations
-    are proven at any count. Where many tokens make a ``y`` of 1e-9 enough for a replica, the answer
-    activates more than HiGHS says; it is counted as it is, and then is FEASIBLE.
+    its bound is lowered by 1e-6 of itself before it is raised to a value that occurs. That proves
+    ``"tokens"`` up to 10^6 on the fullest GPU, and bounds it to one part in 10^6 above; activations
+    at any count; and other objectives unless two of their values lie so close together. Where many
+    tokens make a ``y`` of 1e-9 enough for a replica, the answer activates more than HiGHS says; it
+    is counted as it is, and then is FEASIBLE.
 
     Parameters
     ----------
     warm_start
-        Start from METRO's greedy answer, which is then also the least that a time limit leaves.
+        Start from the answer of METRO's greedy or, where more than one thing is counted, of the
+        search, which is then also the least that a time limit leaves.
 
     Examples
     --------

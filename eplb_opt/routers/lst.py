@@ -54,7 +54,7 @@ class Lst:
     >>> router = Router(Placement([[0, 1, 2], [2, 1, 0]]), objective=whole, method="lst")
     >>> routing = router.route([6, 5, 4])
     >>> float(routing.bound), float(routing.makespan)
-    (8.0, 9.0)
+    (8.0, 11.0)
     """
 
     traits: ClassVar[Traits] = Traits(

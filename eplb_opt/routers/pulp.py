@@ -47,9 +47,9 @@ class Pulp:
 
     PuLP passes on no bound of an unfinished search: a problem stopped by the time limit has only
     the counted one. The value of a finished search is lowered by 1e-6 of itself, or by 1e-4, the
-    largest default there is, for a solver whose gap limit PuLP cannot set; then it is raised to an
-    integer. CBC hands back eight significant digits, so it is not asked to route an expert of 10^8
-    tokens or more.
+    largest default there is, for a solver whose gap limit PuLP cannot set; then it is raised to a
+    value that occurs. CBC hands back eight significant digits, so it is not asked to route an
+    expert of 10^8 tokens or more.
 
     Parameters
     ----------

@@ -243,8 +243,8 @@ std::int64_t route_metro(const Placement& placement, nb::handle tokens, Answer& 
 using Doubles = nb::ndarray<nb::numpy, const double, nb::c_contig, nb::device::cpu>;
 
 // Pieces are [pieces, 4]: offset, activation, tile, token. A curve is empty, or two rows or more.
-std::unique_ptr<Pricing> make_pricing(Doubles pieces, Doubles curve_tokens, Doubles curve_times, double tile_tokens,
-                                      Doubles slowness, bool split) {
+std::unique_ptr<Pricing> make_pricing(Doubles pieces, Doubles curve_tokens, Doubles curve_times,
+                                      double tile_tokens, Doubles slowness, bool split) {
     require(pieces.ndim() == 2 && pieces.shape(1) == 4, "pieces must be [pieces, 4]");
     require(curve_tokens.size() == curve_times.size() && curve_tokens.size() != 1, "one time per row of a curve");
     require(pieces.shape(0) + curve_tokens.size() > 0 && slowness.size() > 0, "a piece and a GPU at least");
@@ -360,7 +360,8 @@ NB_MODULE(_core, m) {
     nb::class_<Placement>(m, "Placement").def(nb::new_(&make_placement), "slots"_a.noconvert(), "experts"_a);
     nb::class_<Answer>(m, "Answer")
         .def(nb::new_(&make_answer), "tokens"_a.noconvert(), "activated"_a.noconvert(), "makespan"_a.noconvert(),
-             "bound"_a.noconvert(), "status"_a.noconvert(), "proved_by"_a.noconvert(), "certificate"_a.noconvert());
+             "bound"_a.noconvert(), "status"_a.noconvert(), "proved_by"_a.noconvert(),
+             "certificate"_a.noconvert());
 
     nb::class_<Pricing>(m, "Pricing")
         .def(nb::new_(&make_pricing), "pieces"_a.noconvert(), "curve_tokens"_a.noconvert(),

@@ -45,6 +45,9 @@ class Branching {
         root.left = most;
         root.state.assign(choices_.options(), kFree);
         root.promised.assign(choices_.options(), 0.0);
+        root.need.assign(choices_.experts(), 0);
+        root.stale.assign(choices_.gpus(), 1);
+        root.spare = kInf;
         tokens_.assign(choices_.options(), 0.0);
         return visit(0);
     }
@@ -57,6 +60,9 @@ class Branching {
         std::vector<Caps> left;  // of each GPU, beside what serves and is promised
         std::vector<State> state;
         std::vector<double> promised;
+        std::vector<int> need;    // of each expert, beside what serves
+        std::vector<char> stale;  // GPUs with changes that their experts have not seen
+        double spare;
     };
 
     Verdict visit(std::size_t depth) {
@@ -66,10 +72,12 @@ class Branching {
         if (!tighten(node)) return Verdict::refuted;
         open_.resize(choices_.options());
         for (std::int32_t o = 0; o < choices_.options(); ++o) open_[o] = node.state[o] != kClosed;
+        cut_rooms(node);
         if (!flow(node)) return Verdict::refuted;
         wide_ = tokens_;
         if (!match(node)) return Verdict::refuted;
         open_matched(node);
+        for (int g = 0; g < choices_.gpus(); ++g) room_[g] = node.left[g].tokens;
         if (flow(node)) return Verdict::fits;
         if (nodes_ >= max_nodes_) return Verdict::unknown;
         const std::int32_t branch = way_out(node);
@@ -80,8 +88,10 @@ class Branching {
             Node& child = stack_[depth + 1];
             child = node;
             child.state[branch] = choice;
+            const int gpu = choices_.option(branch).gpu;
+            child.stale[gpu] = 1;
             if (choice == kServes) {
-                Caps& left = child.left[choices_.option(branch).gpu];
+                Caps& left = child.left[gpu];
                 left.activated -= 1, left.tokens -= 1;
                 child.promised[branch] = 1;
             }
@@ -99,7 +109,7 @@ class Branching {
     }
     void close(Node& node, int gpu) const {
         for (const std::int32_t o : choices_.on(gpu))
-            if (node.state[o] == kFree) node.state[o] = kClosed;
+            if (node.state[o] == kFree) node.state[o] = kClosed, node.stale[gpu] = 1;
     }
 
     // Step 1; false if it refutes the node.
@@ -108,42 +118,104 @@ class Branching {
             if (node.left[g].activated < 0 || node.left[g].tokens < 0) return false;
             if (node.left[g].activated == 0) close(node, g);
         }
-        need_.assign(choices_.experts(), 0);
-        for (double spare = kInf;;) {
-            for (bool changed = true; changed;) {
-                changed = false;
+        for (bool again = true; again;) {
+            while (std::find(node.stale.begin(), node.stale.end(), 1) != node.stale.end()) {
+                seen_ = node.stale;
+                std::fill(node.stale.begin(), node.stale.end(), 0);
                 for (int e = 0; e < choices_.experts(); ++e)
-                    if (!tighten(node, e, spare, changed)) return false;
+                    if (concerns(node, e))
+                        for (bool changed = true; changed;) {
+                            changed = false;
+                            if (!tighten(node, e, changed)) return false;
+                        }
             }
-            double free = 0;
+            double spare = 0;
             for (int g = 0; g < choices_.gpus(); ++g) {
-                double options = 0;
-                for (const std::int32_t o : choices_.on(g)) options += node.state[o] == kFree;
-                free += std::min(options, node.left[g].activated);
+                double free = 0;
+                for (const std::int32_t o : choices_.on(g)) free += node.state[o] == kFree;
+                spare += std::min(free, node.left[g].activated);
             }
-            for (const int need : need_) free -= need;
-            if (free < 0) return false;
-            if (free >= spare) return true;
-            spare = free;
+            for (const int need : node.need) spare -= need;
+            if (spare < 0) return false;
+            again = false;
+            if (spare < node.spare) {
+                again = spare < choices_.most_copies();
+                node.spare = spare;
+                if (again) std::fill(node.stale.begin(), node.stale.end(), 1);
+            }
+            if (!close_too_large(node, again)) return false;
         }
+        return true;
     }
-    bool tighten(Node& node, int e, double spare, bool& changed) {
+    bool concerns(const Node& node, int e) const {
+        for (std::int32_t o = choices_.first(e); o < choices_.first(e + 1); ++o)
+            if (const int g = choices_.option(o).gpu; seen_[g] || node.stale[g]) return true;
+        return false;
+    }
+    // With a spare of s activations a GPU opens all but s of the options that it has room for, and all
+    // but s experts in all are served by no more replicas than they need. Together: of the options that
+    // a GPU opens and that take all tokens of their expert at most s are missing. An option is closed if
+    // neither all of its expert's tokens have room beside the smallest of the others, nor one token
+    // beside one more of them, since a part uses up one of s. False if not even the smallest have room.
+    bool close_too_large(Node& node, bool& closed) {
+        const double spare = node.spare;
+        for (int g = 0; g < choices_.gpus(); ++g) {
+            if (node.left[g].activated <= spare) continue;
+            rooms_.clear();
+            for (const std::int32_t o : choices_.on(g))
+                if (node.state[o] == kFree) rooms_.push_back(least_taken(node, o));
+            const double opened = std::min(node.left[g].activated, static_cast<double>(rooms_.size()));
+            const auto whole = static_cast<std::ptrdiff_t>(opened - spare);
+            if (whole <= 0) continue;
+            std::nth_element(rooms_.begin(), rooms_.begin() + whole - 1, rooms_.end());
+            double others = 0;
+            for (std::ptrdiff_t i = 0; i + 1 < whole; ++i) others += rooms_[i];
+            const double largest = rooms_[whole - 1], room = node.left[g].tokens;
+            if (others + largest > room) return false;
+            if (spare > 0 && others + largest + 1 <= room) continue;
+            for (const std::int32_t o : choices_.on(g))
+                if (node.state[o] == kFree && least_taken(node, o) > largest &&
+                    others + least_taken(node, o) > room)
+                    node.state[o] = kClosed, node.stale[g] = 1, closed = true;
+        }
+        return true;
+    }
+    double least_taken(const Node& node, std::int32_t o) const {
+        const int e = choices_.option(o).expert;
+        if (node.need[e] != 1) return 1;
+        for (std::int32_t d = choices_.first(e); d < choices_.first(e + 1); ++d)
+            if (node.state[d] == kServes) return 1;
+        return choices_.demand(e);
+    }
+    bool tighten(Node& node, int e, bool& changed) {
+        const double spare = node.spare;
         const double demand = choices_.demand(e);
         const std::int32_t first = choices_.first(e), last = choices_.first(e + 1);
-        rooms_.clear();  // of the free options, falling
-        double held = 0;
+        // Two options that each have room for all: nothing follows, unless replicas are few.
+        int roomy = 0;
         bool serves = false;
         for (std::int32_t o = first; o < last; ++o) {
+            roomy += room(node, o, demand) == demand;
+            serves |= node.state[o] == kServes;
+        }
+        if (roomy >= 2 && !serves && split_ && spare >= 1) {
+            node.need[e] = 1;
+            return true;
+        }
+        rooms_.clear();  // of the free options, falling
+        double held = 0;
+        for (std::int32_t o = first; o < last; ++o) {
             const double r = room(node, o, demand);
-            if (node.state[o] == kServes) held += r, serves = true;
-            if (node.state[o] == kFree && r > 0) rooms_.insert(std::upper_bound(rooms_.begin(), rooms_.end(), r, std::greater<>()), r);
+            if (node.state[o] == kServes) held += r;
+            if (node.state[o] == kFree && r > 0)
+                rooms_.insert(std::upper_bound(rooms_.begin(), rooms_.end(), r, std::greater<>()), r);
         }
         const int free = static_cast<int>(rooms_.size());
         int need = 0;
         for (double left = demand - held; left > 0; left -= rooms_[need++])
             if (need == free) return false;
         if (!split_ && need + serves > 1) return false;
-        need_[e] = need;
+        node.need[e] = need;
         int most = spare < free - need ? need + static_cast<int>(spare) : free;
         if (!split_) most = serves ? 0 : 1;
         double top = 0;  // of the `most` largest
@@ -156,6 +228,7 @@ class Branching {
                 const double with = most == 0 ? 0 : among ? top : top - rooms_[most - 1] + mine;
                 if (mine == 0 || most == 0 || held + with < demand) {
                     node.state[o] = kClosed, changed = true;
+                    node.stale[choices_.option(o).gpu] = 1;
                     continue;
                 }
             }
@@ -174,10 +247,29 @@ class Branching {
             }
             left.tokens -= least - node.promised[o];
             node.promised[o] = least;
-            changed = true;
+            changed = true, node.stale[gpu] = 1;
             return left.activated >= 0 && left.tokens >= 0;  // the rooms above have changed
         }
         return true;
+    }
+
+    // A GPU takes no more than what serves there, and the largest that its free activations can take.
+    void cut_rooms(const Node& node) {
+        room_.resize(choices_.gpus());
+        for (int g = 0; g < choices_.gpus(); ++g) {
+            rooms_.clear();
+            double most = 0;
+            for (const std::int32_t o : choices_.on(g)) {
+                const double r = room(node, o, choices_.demand(choices_.option(o).expert));
+                if (node.state[o] == kServes) most += r - node.promised[o];
+                if (node.state[o] == kFree) rooms_.push_back(r);
+            }
+            const auto free =
+                static_cast<std::ptrdiff_t>(std::min(node.left[g].activated, static_cast<double>(rooms_.size())));
+            std::nth_element(rooms_.begin(), rooms_.begin() + free, rooms_.end(), std::greater<>());
+            for (std::ptrdiff_t i = 0; i < free; ++i) most += rooms_[i];
+            room_[g] = std::min(node.left[g].tokens, most);
+        }
     }
 
     // Step 3, preferring what the flow of step 2 uses.
@@ -186,7 +278,7 @@ class Branching {
         for (int g = 0; g < choices_.gpus(); ++g) activations_[g] = node.left[g].activated;
         matched_.assign(choices_.options(), 0);
         for (int e = 0; e < choices_.experts(); ++e)
-            for (int i = 0; i < need_[e]; ++i) {
+            for (int i = 0; i < node.need[e]; ++i) {
                 std::int32_t best = -1;
                 for (std::int32_t o = choices_.first(e); o < choices_.first(e + 1); ++o)
                     if (node.state[o] == kFree && !matched_[o] && activations_[choices_.option(o).gpu] > 0 &&
@@ -225,7 +317,8 @@ class Branching {
             for (; activations_[g] > 0; --activations_[g]) {
                 std::int32_t best = -1;
                 for (const std::int32_t o : choices_.on(g))
-                    if (!open_[o] && node.state[o] == kFree && wide_[o] > 0 && (best < 0 || wide_[o] > wide_[best]))
+                    if (!open_[o] && node.state[o] == kFree && wide_[o] > 0 &&
+                        (best < 0 || wide_[o] > wide_[best]))
                         best = o;
                 if (best < 0) break;
                 open_[best] = 1;
@@ -235,8 +328,6 @@ class Branching {
     // Routes the tokens through the open options within the rooms, what is promised first. False if
     // they do not fit: then `reached_` are the GPUs that the rest reaches.
     bool flow(const Node& node) {
-        room_.resize(choices_.gpus());
-        for (int g = 0; g < choices_.gpus(); ++g) room_[g] = node.left[g].tokens;
         tokens_ = node.promised;
         for (int e = 0; e < choices_.experts(); ++e) {
             double rest = choices_.demand(e);
@@ -315,9 +406,8 @@ class Branching {
     int stuck_ = 0;
     double stuck_rest_ = 0;
     std::deque<Node> stack_;
-    std::vector<int> need_;
     std::vector<double> rooms_, activations_, room_, tokens_, wide_;
-    std::vector<char> open_, matched_, reached_;
+    std::vector<char> open_, matched_, reached_, seen_;
     std::vector<std::int32_t> came_by_, moved_;
     std::vector<int> queue_;
 };

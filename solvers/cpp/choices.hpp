@@ -2,6 +2,7 @@
 // GPU's load, the others keep their options.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <span>
@@ -22,12 +23,14 @@ class Choices {
     // The tokens are acceptable to the layer. Keeps its memory from problem to problem.
     void read(const Layer& layer, const std::int64_t* tokens, const Pricing& pricing) {
         options_.clear(), first_.clear(), demand_.clear();
+        most_copies_ = 0;
         fixed_.assign(layer.gpus, {});
         for (const SingleCopy& e : layer.singles)
             if (tokens[e.expert] > 0) fixed_[e.only.gpu] += pricing.replica(static_cast<double>(tokens[e.expert]));
         const auto add = [&](std::int32_t expert, std::span<const Candidate> candidates) {
             if (tokens[expert] == 0) return;
             first_.push_back(static_cast<std::int32_t>(options_.size()));
+            most_copies_ = std::max(most_copies_, static_cast<int>(candidates.size()));
             for (const Candidate c : candidates) options_.push_back({c.gpu, c.slot, experts()});
             demand_.push_back(static_cast<double>(tokens[expert]));
         };
@@ -47,6 +50,7 @@ class Choices {
     int gpus() const { return static_cast<int>(fixed_.size()); }
     int experts() const { return static_cast<int>(demand_.size()); }
     std::int32_t options() const { return static_cast<std::int32_t>(options_.size()); }
+    int most_copies() const { return most_copies_; }  // options of an expert
     const Option& option(std::int32_t o) const { return options_[o]; }
     double demand(int expert) const { return demand_[expert]; }
     // The options of an expert are first(expert) to first(expert + 1), by GPU.
@@ -62,6 +66,7 @@ class Choices {
     std::vector<std::int32_t> first_, by_gpu_, end_;
     std::vector<double> demand_;
     std::vector<Load> fixed_;
+    int most_copies_ = 0;
 };
 
 }  // namespace eplb

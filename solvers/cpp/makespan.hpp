@@ -16,6 +16,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 #include <vector>
 
 #include "branching.hpp"
@@ -36,18 +37,28 @@ class Makespan {
     // `routed` is zero.
     Outcome solve(const Pricing& pricing, const Layer& layer, const std::int64_t* tokens, std::int64_t* routed,
                   std::int64_t max_work) {
-        if (!acceptable(layer, tokens)) return Outcome::bad_tokens;
-        pricing_ = &pricing, layer_ = &layer, work_ = 0;
-        proved_by_ = Proof::count, certificate_ = {};
+        pricing_ = &pricing, layer_ = &layer, tokens_ = tokens, routed_ = routed, work_ = 0;
+        bound_ = 0, proved_by_ = Proof::count, certificate_ = {};
+        Matching<W> matching(layer, routed);
+        if (const Outcome outcome = matching.solve(tokens); outcome != Outcome::ok) return outcome;
+        if (pricing.uniform())
+            raise(pricing.time_of_activated(0, static_cast<double>(matching.makespan())), Proof::matching,
+                  matching);
+        makespan_ = price(routed);
+        if (met()) return Outcome::ok;
+
         choices_.read(layer, tokens, pricing);
+        count_fixed();
+        if (pricing.mixed()) count_shared();
+        if (met() || choices_.experts() == 0) return Outcome::ok;
         if (pricing.simple()) {
             simple_.bind(pricing);
-            run(simple_, tokens, max_work);
+            run(simple_, max_work);
         } else {
             any_.bind(pricing);
-            run(any_, tokens, max_work);
+            run(any_, max_work);
         }
-        write(tokens, routed);
+        makespan_ = price(routed);  // anew: sums that a search kept may have drifted
         return Outcome::ok;
     }
 
@@ -57,47 +68,77 @@ class Makespan {
     bool in_certificate(int gpu) const { return certificate_.contains(gpu); }
 
   private:
-    static constexpr std::int64_t kNodeWork = 200, kFirstLinks = 200;
-    static constexpr double kClose = 1e-4;  // of the makespan: nearer targets are not tried
+    static constexpr double kBelow = 1 - 1e-12;  // sums in another order may round down
+    static constexpr std::uint64_t kSeed = 0x9E3779B97F4A7C15;
+    static constexpr std::int64_t kNodeWork = 200, kFirstLinks = 500;
+    static constexpr double kClose = 3e-2;  // of the makespan: nearer targets are not tried in the first round
 
     template <class Search>
-    void run(Search& search, const std::int64_t* tokens, std::int64_t max_work) {
-        const std::int64_t before = search.work();
-        search.seed(0x9E3779B97F4A7C15);
-        best_.assign(choices_.options(), 0.0);
-        bound_ = counted(tokens);
-        makespan_ = kInf;
-
-        scratch_.assign(layer_->physical_slots(), 0);
-        Matching<W> matching(*layer_, scratch_.data());
-        matching.solve(tokens);
-        if (pricing_->uniform())
-            raise(pricing_->time_of_activated(0, static_cast<double>(matching.makespan())), Proof::matching, matching);
-        take_routed(search);
+    void run(Search& search, std::int64_t max_work) {
+        // Flow before the greedy start where tokens are what needs most time.
+        const double even = even_tokens();
+        const bool by_tokens = even > bound_;
+        if (by_tokens) balance();
         if (met()) return;
-
         none_.assign(choices_.options(), 0.0);
-        search.start(none_, bound_);
+        search.start(none_, std::max(bound_, even));
         record(search);
-        if (met()) return;
+        if (!met() && !by_tokens) balance();
 
-        std::fill(scratch_.begin(), scratch_.end(), 0);
-        Flow<W> flow(*layer_, scratch_.data());
-        flow.solve(tokens);
-        if (pricing_->uniform())
-            raise(pricing_->time_of_tokens(0, static_cast<double>(flow.makespan())), Proof::flow, flow);
-        if (pricing_->split()) take_routed(search);
-        if (met()) return;
-
+        const std::int64_t before = search.work();
         const auto left = [&] { return max_work - work_ - (search.work() - before); };
+        search.seed(kSeed);
         std::int64_t nodes = 1, links = kFirstLinks;
-        for (; !met() && left() > 0; nodes *= 4, links *= 4) round(search, nodes, links, left);
+        for (double close = kClose; !met() && left() > 0; nodes *= 4, links *= 4, close /= 8)
+            round(search, nodes, links, close, left);
     }
 
+    // The fewest tokens on the fullest GPU: a bound, and a routing.
+    void balance() {
+        balanced_.assign(layer_->physical_slots(), 0);
+        Flow<W> flow(*layer_, balanced_.data());
+        flow.solve(tokens_);
+        if (pricing_->uniform())
+            raise(pricing_->time_of_tokens(0, static_cast<double>(flow.makespan())), Proof::flow, flow);
+        if (!pricing_->split()) return;
+        if (const double makespan = price(balanced_.data()); makespan < makespan_) {
+            makespan_ = makespan;
+            std::copy(balanced_.begin(), balanced_.end(), routed_);
+        }
+    }
+    // Every GPU has what is fixed there. Under a curve an expert that is twice on a GPU may take less
+    // time in two slots than in one.
+    void count_fixed() {
+        for (int g = 0; g < layer_->gpus && !pricing_->curved(); ++g)
+            raise(pricing_->time(g, choices_.fixed(g)), Proof::count);
+    }
+    // All GPUs together: a piece's times, over the speeds, are at least what every expert needs once.
+    void count_shared() {
+        Load needed;
+        for (std::int32_t e = 0; e < layer_->experts; ++e)
+            needed += pricing_->replica(static_cast<double>(tokens_[e]));
+        const auto filled = GpuSet<W>::read(layer_->filled.data());
+        double gpus = 0, speed = 0;
+        filled.each([&](int g) { gpus += 1, speed += 1 / pricing_->slowness(g); });
+        for (const Piece& p : pricing_->pieces()) {
+            const double shared =
+                p.activation * needed.activated + p.tile * needed.tiles + p.token * needed.tokens;
+            raise((gpus * p.offset + shared) / speed * kBelow, Proof::count);
+        }
+    }
+    // A time that equal GPUs need, by sharing the tokens evenly.
+    double even_tokens() const {
+        if (!pricing_->uniform()) return 0;
+        const std::int64_t total = std::accumulate(tokens_, tokens_ + layer_->experts, std::int64_t{0});
+        return pricing_->time_of_tokens(0, static_cast<double>(ceil_div(total, layer_->filled_gpus)));
+    }
+
+    // GPUs to look at where equal ones need one look.
+    int kinds() const { return pricing_->uniform() ? 1 : layer_->gpus; }
     bool met() const { return makespan_ <= bound_; }
 
     template <class Search, class Left>
-    void round(Search& search, std::int64_t nodes, std::int64_t links, Left&& left) {
+    void round(Search& search, std::int64_t nodes, std::int64_t links, double close, Left&& left) {
         double unreached = kInf;
         for (bool refuted = true; refuted && !met() && left() > 0;) {
             refuted = attempt(search, bound_, nodes, links) == Verdict::refuted;
@@ -106,7 +147,7 @@ class Makespan {
             if (attempt(search, middle, nodes, links) == Verdict::unknown) unreached = middle;
         }
         double missed = bound_;
-        while (!met() && left() > 0 && makespan_ - missed > kClose * makespan_) {
+        while (!met() && left() > 0 && makespan_ - missed > close * makespan_) {
             double target = next_activation(missed);
             if (target <= missed || target >= makespan_) target = (missed + makespan_) / 2;
             if (attempt(search, target, nodes, links) == Verdict::unknown) missed = target;
@@ -121,7 +162,7 @@ class Makespan {
         work_ += branching_.nodes() * kNodeWork;
         if (verdict == Verdict::refuted) {
             double least = kInf;
-            for (int g = 0; g < layer_->gpus; ++g) least = std::min(least, pricing_->beyond(g, caps_[g]));
+            for (int g = 0; g < kinds(); ++g) least = std::min(least, pricing_->beyond(g, caps_[g]));
             raise(least, branching_.nodes() == 1 ? Proof::k_demand : Proof::branching);
             return verdict;
         }
@@ -135,65 +176,46 @@ class Makespan {
         caps_.resize(layer_->gpus), left_.resize(layer_->gpus);
         for (int g = 0; g < layer_->gpus; ++g) {
             caps_[g] = g > 0 && pricing_->uniform() ? caps_[0] : pricing_->caps(g, target);
-            left_[g] = {caps_[g].activated - choices_.fixed(g).activated, caps_[g].tokens - choices_.fixed(g).tokens};
+            left_[g] = {caps_[g].activated - choices_.fixed(g).activated,
+                        caps_[g].tokens - choices_.fixed(g).tokens};
         }
     }
     double next_activation(double target) const {
         double least = kInf;
-        for (int g = 0; g < (pricing_->uniform() ? 1 : layer_->gpus); ++g)
+        for (int g = 0; g < kinds(); ++g)
             least = std::min(least, pricing_->time_of_activated(g, pricing_->caps(g, target).activated + 1));
         return least;
-    }
-
-    // What one GPU alone has, and what all share, tokens and live experts.
-    double counted(const std::int64_t* tokens) const {
-        double most = 0, total = 0, live = 0;
-        for (int g = 0; g < layer_->gpus; ++g) most = std::max(most, pricing_->time(g, choices_.fixed(g)));
-        for (std::int32_t e = 0; e < layer_->experts; ++e) total += static_cast<double>(tokens[e]), live += tokens[e] > 0;
-        if (!pricing_->uniform()) return most;
-        const double filled = std::max(layer_->filled_gpus, 1);
-        most = std::max(most, pricing_->time_of_activated(0, std::ceil(live / filled)));
-        return std::max(most, pricing_->time_of_tokens(0, std::ceil(total / filled)));
     }
 
     void raise(double bound, Proof proof) {
         if (bound > bound_) bound_ = bound, proved_by_ = proof, certificate_ = {};
     }
-    // The same, by a certificate; that beats the proof by counting of the same bound.
+    // The same, by a certificate; that beats the proof by counting of the same bound. Under a curve,
+    // whose times round, it would not give the same number.
     template <class Solver>
     void raise(double bound, Proof proof, const Solver& solver) {
         if (bound < bound_ || (bound == bound_ && proved_by_ != Proof::count)) return;
         bound_ = bound, proved_by_ = proof, certificate_ = {};
+        if (pricing_->curved()) return;
         for (int g = 0; g < layer_->gpus; ++g) certificate_.insert_if(g, solver.in_certificate(g));
-    }
-    template <class Search>
-    void take_routed(Search& search) {
-        routed_.resize(choices_.options());
-        for (std::int32_t o = 0; o < choices_.options(); ++o)
-            routed_[o] = static_cast<double>(scratch_[choices_.option(o).slot]);
-        search.start(routed_, kInf);
-        record(search);
     }
     template <class Search>
     void record(const Search& search) {
         const double makespan = search.makespan();
         if (makespan >= makespan_) return;
         makespan_ = makespan;
-        best_ = search.tokens();
-    }
-
-    // Writes the best routing, and prices it anew: sums that a search kept may have drifted.
-    void write(const std::int64_t* tokens, std::int64_t* routed) {
-        for (const SingleCopy& e : layer_->singles) routed[e.only.slot] = tokens[e.expert];
         for (std::int32_t o = 0; o < choices_.options(); ++o)
-            routed[choices_.option(o).slot] = static_cast<std::int64_t>(best_[o]);
-        makespan_ = 0;
+            routed_[choices_.option(o).slot] = static_cast<std::int64_t>(search.tokens()[o]);
+    }
+    double price(const std::int64_t* routed) const {
+        double most = 0;
         for (int g = 0; g < layer_->gpus; ++g) {
             Load load;
-            for (int s = g * layer_->slots_per_gpu; s < (g + 1) * layer_->slots_per_gpu; ++s)
-                load += pricing_->replica(static_cast<double>(routed[s]));
-            makespan_ = std::max(makespan_, pricing_->time(g, load));
+            for (int s = 0; s < layer_->slots_per_gpu; ++s)
+                load += pricing_->replica(static_cast<double>(*routed++));
+            most = std::max(most, pricing_->time(g, load));
         }
+        return most;
     }
 
     const Pricing* pricing_ = nullptr;
@@ -202,9 +224,11 @@ class Makespan {
     Branching branching_{choices_};
     Rebalance<SimplePrice> simple_{choices_};
     Rebalance<AnyPrice> any_{choices_};
+    const std::int64_t* tokens_ = nullptr;
+    std::int64_t* routed_ = nullptr;  // the best routing so far
     std::vector<Caps> caps_, left_;
-    std::vector<std::int64_t> scratch_;
-    std::vector<double> best_, routed_, none_;
+    std::vector<std::int64_t> balanced_;
+    std::vector<double> none_;
     double bound_ = 0, makespan_ = 0;
     std::int64_t work_ = 0;
     Proof proved_by_ = Proof::none;

@@ -81,8 +81,8 @@ class Pricing {
     double time(int gpu, const Load& load) const {
         double most = load.curved;
         for (const Piece& p : pieces_)
-            most = std::max(most, ((p.offset + p.activation * load.activated) + p.tile * load.tiles) +
-                                      p.token * load.tokens);
+            most = std::max(
+                most, ((p.offset + p.activation * load.activated) + p.tile * load.tiles) + p.token * load.tokens);
         return slowness_[gpu] * most;
     }
     // What a replica with x tokens adds to its GPU.
@@ -93,13 +93,16 @@ class Pricing {
 
     // The least time of a GPU with so many activated replicas: each has a token and a tile.
     double time_of_activated(int gpu, double count) const {
-        const double curved = curve_.empty() ? 0.0 : count * curve_.times.front() * kBelow;
+        double curved = 0;
+        if (!curve_.empty() && curve_.times.front() > 0)  // one by one, as replicas are summed
+            for (double i = 0; i < count; ++i) curved += curve_.times.front();
         return time(gpu, {count, tiled_ ? count : 0.0, count, curved});
     }
     // The least time of a GPU with so many tokens: they may share one replica, and fill its tiles.
     double time_of_tokens(int gpu, double count) const {
         const double tiles = tiled_ ? std::ceil(count / tile_tokens_) : 0.0;
-        const double curved = curve_.empty() || count == 0 ? 0.0 : std::max(curve_.times.front() * kBelow, count * per_token_);
+        const double curved =
+            curve_.empty() || count == 0 ? 0.0 : std::max(curve_.times.front(), count * per_token_);
         return time(gpu, {count > 0 ? 1.0 : 0.0, tiles, count, curved});
     }
     // Any routing with every GPU's time at most `target` is within these; kMost where it is unlimited.
@@ -114,12 +117,16 @@ class Pricing {
         return std::min(a, n);
     }
 
+    bool curved() const { return !curve_.empty(); }
     int gpus() const { return static_cast<int>(slowness_.size()); }
     bool uniform() const { return uniform_; }
     bool split() const { return split_; }
     // Whether at most two pieces decide, without tiles, curve or differences between GPUs.
-    bool simple() const {
-        return uniform_ && !tiled_ && curve_.empty() && pieces_.size() <= 2;
+    bool simple() const { return uniform_ && !tiled_ && curve_.empty() && pieces_.size() <= 2; }
+    // Whether a piece counts more than activations alone or tokens alone, or GPUs differ.
+    bool mixed() const {
+        const auto several = [](const Piece& p) { return p.tile > 0 || (p.activation > 0 && p.token > 0); };
+        return !uniform_ || std::any_of(pieces_.begin(), pieces_.end(), several);
     }
     const std::vector<Piece>& pieces() const { return pieces_; }
     double slowness(int gpu) const { return slowness_[gpu]; }
@@ -132,9 +139,9 @@ class Pricing {
     template <class Fits>
     static double most(Fits&& fits, double limit) {
         if (!fits(0)) return -1;
-        if (fits(limit)) return limit;
         double low = 0, high = 1;
-        while (fits(high)) low = high, high *= 2;
+        for (; fits(high); low = high, high *= 2)
+            if (high >= limit) return limit;
         while (high - low > 1) {
             const double middle = std::floor((low + high) / 2);
             (fits(middle) ? low : high) = middle;

@@ -1,9 +1,9 @@
 // Local search for a routing within a target time: moves and swaps off the slowest GPUs, as ejection
 // chains.
 //
-// The overflow of a GPU is its time above the target (see SimplePrice::over); the search lowers the sum. A link moves tokens of
-// an expert from an overfull GPU to another of its options: all that it has there, just enough to end
-// the overflow, or as much as the other GPU has room for. If the other GPU then overflows more than was
+// The overflow of a GPU is its time above the target (see SimplePrice::over); the search lowers the sum. A link
+// moves tokens of an expert from an overfull GPU to another of its options: all that it has there, just enough to
+// end the overflow, or as much as the other GPU has room for. If the other GPU then overflows more than was
 // gained, a chain goes on there, up to four links deep, back to the first GPU allowed; a chain that does
 // not gain is undone. Chains of one link are tried first on all overfull GPUs, the slowest first, then
 // of two, and so on. Deterministic; the work is counted in links tried.
@@ -58,7 +58,10 @@ class SimplePrice {
         double least = 0;
         for (const Piece& p : {a_, b_}) {
             const double excess = (p.offset + p.activation * s.activated) + p.token * s.tokens - t;
-            if (excess > 0) least = excess < p.token * x ? std::max(least, static_cast<double>(static_cast<std::int64_t>(excess / p.token) + 1)) : x;
+            if (excess > 0)
+                least = excess < p.token * x
+                            ? std::max(least, static_cast<double>(static_cast<std::int64_t>(excess / p.token) + 1))
+                            : x;
         }
         return std::min(least, x);
     }
@@ -84,7 +87,9 @@ class AnyPrice {
     static Sum sum(const Load& load) { return load; }
     Sum replica(double x) const { return pricing_->replica(x); }
     double time(int gpu, const Sum& s) const { return pricing_->time(gpu, s); }
-    double over(int gpu, const Sum& s, double target) const { return std::max(0.0, pricing_->time(gpu, s) - target); }
+    double over(int gpu, const Sum& s, double target) const {
+        return std::max(0.0, pricing_->time(gpu, s) - target);
+    }
 
     double room(int gpu, const Sum& s, double x, double limit, double target) const {
         return most(limit, [&](double amount) { return time_at(gpu, s, x, x + amount) <= target; });
@@ -122,11 +127,12 @@ class Rebalance {
         split_ = pricing.split();
     }
 
-    // Starts from tokens by option that need not serve all: what is left over goes, the experts with
-    // most tokens first, to the option that it makes least slow if that stays within the target, and
-    // otherwise fills the roomiest options in turn.
+    // Starts from tokens by option that need not serve all (parts of whole experts are dropped): what is left over
+    // goes, the experts with most tokens first, to the option that it makes least slow if that stays within the
+    // target, and otherwise fills the roomiest options in turn.
     void start(const std::vector<double>& tokens, double target) {
         tokens_ = tokens;
+        if (!split_) drop_parts();
         sum_.resize(choices_.gpus()), time_.resize(choices_.gpus());
         for (int g = 0; g < choices_.gpus(); ++g) {
             sum_[g] = Price::sum(choices_.fixed(g));
@@ -231,6 +237,12 @@ class Rebalance {
         return price_.room(g, sum_[g], tokens_[o], limit, target_);
     }
 
+    void drop_parts() {
+        for (int e = 0; e < choices_.experts(); ++e) {
+            const auto begin = tokens_.begin() + choices_.first(e), end = tokens_.begin() + choices_.first(e + 1);
+            if (std::find(begin, end, choices_.demand(e)) == end) std::fill(begin, end, 0.0);
+        }
+    }
     void serve(int e, double rest) {
         std::int32_t best = quickest(e, rest);
         if (split_ && time_with(best, rest) > target_)

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <limits>
 #include <new>
 #include <numeric>
@@ -18,13 +19,17 @@
 #include <vector>
 
 #include "assign.hpp"
+#include "branching.hpp"
+#include "choices.hpp"
 #include "eplb.hpp"
 #include "flow.hpp"
 #include "gpu_set.hpp"
+#include "makespan.hpp"
 #include "matching.hpp"
 #include "metro.hpp"
 #include "parallel.hpp"
 #include "placement.hpp"
+#include "pricing.hpp"
 #include "problem.hpp"
 
 // Counts what is allocated: the solvers must not.
@@ -413,9 +418,390 @@ void test_edges() {
     check_flow<16>(everywhere);
 }
 
+// An objective in its plainest form.
+struct Price {
+    std::vector<Piece> pieces;
+    Curve curve;
+    std::int64_t tile_tokens = 128;
+    std::vector<double> slowness;
+    bool split = true;
+
+    Pricing pricing() const { return Pricing(pieces, curve, static_cast<double>(tile_tokens), slowness, split); }
+    bool uniform() const {
+        return std::count(slowness.begin(), slowness.end(), slowness[0]) ==
+               static_cast<std::ptrdiff_t>(slowness.size());
+    }
+    double curved(std::int64_t x) const {
+        if (x == 0 || curve.empty()) return 0;
+        std::size_t row = 0;
+        while (row + 2 < curve.tokens.size() && static_cast<double>(x) >= curve.tokens[row + 1]) ++row;
+        const double run = curve.tokens[row + 1] - curve.tokens[row],
+                     rise = curve.times[row + 1] - curve.times[row];
+        return curve.times[row] + rise / run * std::max(static_cast<double>(x) - curve.tokens[row], 0.0);
+    }
+    double time(std::int32_t gpu, std::span<const std::int64_t> taken) const {
+        std::int64_t activated = 0, tiles = 0, tokens = 0;
+        double most = 0;
+        for (const std::int64_t x : taken) {
+            activated += x > 0, tiles += ceil_div(x, tile_tokens), tokens += x;
+            most += curved(x);
+        }
+        for (const Piece& p : pieces)
+            most = std::max(most, ((p.offset + p.activation * static_cast<double>(activated)) +
+                                   p.tile * static_cast<double>(tiles)) +
+                                      p.token * static_cast<double>(tokens));
+        return slowness[gpu] * most;
+    }
+    double makespan(const Problem& p, const Counts& routed) const {
+        double most = 0;
+        for (std::int32_t g = 0; g < p.gpus; ++g)
+            most = std::max(most, time(g, std::span(routed).subspan(g * p.slots_per_gpu, p.slots_per_gpu)));
+        return most;
+    }
+};
+
+// Prices of every kind: one to three pieces, offsets, tiles, a curve, slow GPUs, whole experts.
+Price draw_price(Random& random, std::int32_t gpus) {
+    const auto cost = [&](int percent) {
+        return random.chance(percent) ? static_cast<double>(random.between(0, 100)) / 10 : 0.0;
+    };
+    Price price;
+    price.tile_tokens = random.chance(50) ? 128 : random.between(1, 5);
+    price.slowness.assign(gpus, random.chance(80) ? 1.0 : 1.5);
+    price.split = random.chance(70);
+    if (random.chance(25))
+        for (double& s : price.slowness) s = static_cast<double>(random.between(7, 30)) / 10;
+    if (random.chance(40)) {  // at the flip of few tokens, or of many
+        const double token = random.chance(50) ? 1 : 0.0945;
+        price.pieces = {{cost(30), static_cast<double>(random.between(1, 20)), 0, 0}, {cost(30), 0, 0, token}};
+        return price;
+    }
+    for (std::int64_t i = random.between(0, 3); i > 0; --i)
+        price.pieces.push_back({cost(40), cost(60), cost(30), cost(60)});
+    if (price.pieces.empty() || random.chance(20)) {
+        double n = 0, t = 0;
+        for (std::int64_t i = random.between(2, 4); i > 0; --i) {
+            price.curve.tokens.push_back(n += static_cast<double>(random.between(1, 5)));
+            price.curve.times.push_back(t += cost(70));
+        }
+    }
+    return price;
+}
+
+// A problem whose counts are of about so many tokens, where prices of activations and of tokens meet.
+Problem draw_flip(Random& random, std::int32_t gpus, std::int32_t slots_per_gpu, std::int32_t experts) {
+    Problem p = draw_problem(random, gpus, slots_per_gpu, experts);
+    const std::int64_t most = random.between(2, 400);
+    for (const std::int32_t e : p.slots)
+        if (e >= 0) p.tokens[e] = random.chance(80) ? 1 + random.below(most) * random.below(most) / most : 0;
+    return p;
+}
+
+template <class Solver>
+Counts routed_by(const Problem& p) {
+    const Placement placement = p.placement();
+    Counts routed(p.slots.size(), 0);
+    Solver(placement.layer(0), routed.data()).solve(p.tokens.data());
+    return routed;
+}
+
+bool is_whole(const Problem& p, const Counts& routed) {
+    Counts replicas(p.experts, 0);
+    for (std::size_t s = 0; s < routed.size(); ++s)
+        if (routed[s] > 0) ++replicas[p.slots[s]];
+    return std::all_of(replicas.begin(), replicas.end(), [](std::int64_t n) { return n <= 1; });
+}
+
+// What the makespan search says of a problem.
+struct Found {
+    Counts routed;
+    double makespan, bound;
+    Proof proved_by;
+    Gpus certificate;
+    bool operator==(const Found&) const = default;
+};
+
+template <int W>
+Found solve(Makespan<W>& solver, const Pricing& pricing, const Problem& p, const Layer& layer, std::int64_t work) {
+    Found found{Counts(p.slots.size(), 0), 0, 0, Proof::none, {}};
+    check(solver.solve(pricing, layer, p.tokens.data(), found.routed.data(), work) == Outcome::ok,
+          "makespan solves");
+    found.makespan = solver.makespan(), found.bound = solver.bound(), found.proved_by = solver.proved_by();
+    found.certificate = certificate_of(p, solver);
+    return found;
+}
+
+template <int W>
+Found check_makespan(Makespan<W>& solver, const Problem& p, const Price& price, std::int64_t work) {
+    const Placement placement = p.placement();
+    const Pricing pricing = price.pricing();
+    const Found found = solve<W>(solver, pricing, p, placement.layer(0), work);
+    check_served(p, found.routed);
+    check(price.split || is_whole(p, found.routed), "whole experts stay whole");
+    check(found.makespan == price.makespan(p, found.routed), "makespan prices what it routes, to the bit");
+    check(found.bound <= found.makespan, "makespan is not below its bound");
+
+    // The sums of a curve that the search keeps may be off by their rounding.
+    const double rounded = price.curve.empty() ? found.makespan : found.makespan * (1 - 1e-12);
+    std::vector<Counts> others{routed_by<Matching<W>>(p)};
+    if (price.split) others.push_back(routed_by<Flow<W>>(p));
+    for (const Counts& other : others) {
+        check(rounded <= price.makespan(p, other), "makespan is not above a pure optimum");
+        check(found.bound <= price.makespan(p, other), "no routing refutes the bound");
+    }
+
+    const bool certified = std::count(found.certificate.begin(), found.certificate.end(), true) > 0;
+    check(found.proved_by != Proof::none, "a bound is proven by someone");
+    check(!certified || found.proved_by == Proof::matching || found.proved_by == Proof::flow,
+          "only matching and flow give certificates");
+    if (certified && price.curve.empty()) {
+        const bool activations = found.proved_by == Proof::matching;
+        const auto count = static_cast<double>(proven(p, found.certificate, activations));
+        check(
+            found.bound == (activations ? pricing.time_of_activated(0, count) : pricing.time_of_tokens(0, count)),
+            "a certificate counts as much as the bound needs");
+    }
+    return found;
+}
+
+// Each width's solver takes all problems in turn, twice, and a new one the same: what a solver keeps
+// changes nothing and, from the second time, is enough.
+template <int W>
+void check_makespans(Random& random, const std::vector<Problem>& problems) {
+    Makespan<W> solver;
+    std::vector<Price> prices;
+    std::vector<Found> found;
+    const std::int64_t work = random.chance(50) ? 1000 : 5000;
+    for (const Problem& p : problems) {
+        prices.push_back(draw_price(random, p.gpus));
+        found.push_back(check_makespan<W>(solver, p, prices.back(), work));
+    }
+    for (std::size_t i = 0; i < problems.size(); ++i) {
+        const Problem& p = problems[i];
+        const Placement placement = p.placement();
+        const Pricing pricing = prices[i].pricing();
+        Counts routed(p.slots.size(), 0);
+        const std::int64_t before = allocations;
+        solver.solve(pricing, placement.layer(0), p.tokens.data(), routed.data(), work);
+        check(allocations == before, "makespan allocates nothing for what it has room for");
+        check(routed == found[i].routed && solver.makespan() == found[i].makespan &&
+                  solver.bound() == found[i].bound,
+              "makespan answers the same again");
+        if (i % 8 != 0) continue;
+        Makespan<W> other;
+        check(solve<W>(other, pricing, p, placement.layer(0), work) == found[i],
+              "makespan answers the same without a past");
+        const Found more = check_makespan<W>(other, p, prices[i], 4 * work);
+        const double rounded = prices[i].curve.empty() ? 1 : 1 - 1e-12;
+        check(more.makespan * rounded <= found[i].makespan && more.bound >= found[i].bound * rounded,
+              "more work is never worse");
+        check_makespan<W>(other, p, prices[i], 0);
+    }
+}
+
+template <class Draw>
+std::vector<Problem> several(int count, Draw&& draw) {
+    std::vector<Problem> problems;
+    for (int i = 0; i < count; ++i) problems.push_back(draw());
+    return problems;
+}
+
+void test_makespan(Random& random) {
+    std::vector<Problem> narrow = several(400, [&] { return draw_sized(random, 1, 20, 5, 60); });
+    for (int i = 0; i < 60; ++i) narrow.push_back(draw_sized(random, 21, 64, 8, 300));
+    for (int i = 0; i < 100; ++i) narrow.push_back(draw_flip(random, 8, 5, 30));
+    for (int i = 0; i < 20; ++i) narrow.push_back(draw_flip(random, 64, 5, 256));
+    for (int i = 0; i < 30; ++i) narrow.push_back(draw_line(random, 20));
+    check_makespans<1>(random, narrow);
+    check_makespans<2>(random, several(20, [&] { return draw_sized(random, 65, 128, 6, 400); }));
+    check_makespans<4>(random, several(8, [&] { return draw_sized(random, 129, 256, 4, 600); }));
+    check_makespans<8>(random, several(6, [&] { return draw_sized(random, 257, 512, 4, 1000); }));
+    std::vector<Problem> wide = several(3, [&] { return draw_sized(random, 513, 1024, 4, 2048); });
+    wide.push_back(draw_flip(random, 1024, 3, 2048));
+    check_makespans<16>(random, wide);
+}
+
+// Dead GPUs behind the others need wider sets and change nothing but the time of a GPU without tokens.
+template <int W>
+void check_makespan_with_dead_gpus(const Problem& p, const Price& price, const Found& found) {
+    Problem wide = p;
+    wide.gpus = 64 * W;
+    wide.slots.resize(wide.gpus * p.slots_per_gpu, -1);
+    Price slow = price;
+    slow.slowness.resize(wide.gpus, price.slowness[0]);
+    Makespan<W> solver;
+    Found again = check_makespan<W>(solver, wide, slow, 1000);
+    again.routed.resize(p.slots.size()), again.certificate.resize(p.gpus);
+    check(again == found, "makespan answers the same at every width");
+}
+
+void test_makespan_width(Random& random) {
+    Makespan<1> solver;
+    for (int i = 0; i < 25; ++i) {
+        const Problem p = draw_sized(random, 1, 12, 4, 40);
+        Price price = draw_price(random, p.gpus);
+        price.slowness.assign(p.gpus, 1.0);
+        const Found found = check_makespan<1>(solver, p, price, 1000);
+        check_makespan_with_dead_gpus<2>(p, price, found);
+        check_makespan_with_dead_gpus<4>(p, price, found);
+        if (i % 5 != 0) continue;
+        check_makespan_with_dead_gpus<8>(p, price, found);
+        check_makespan_with_dead_gpus<16>(p, price, found);
+    }
+}
+
+using Passes = std::function<bool(const Counts&)>;
+
+// Calls visit(routed) for every routing of the experts from `expert` on that passes with whatever is still
+// to come; stops when it returns true. With `twice` an expert's second slot on a GPU takes tokens too.
+bool any_routing(const Problem& p, bool split, bool twice, std::int32_t expert, Counts& routed,
+                 const Passes& passes, const Passes& visit) {
+    if (!passes(routed)) return false;
+    while (expert < p.experts && p.tokens[expert] == 0) ++expert;
+    if (expert == p.experts) return visit(routed);
+    Ids slots;
+    for (const Candidate c : p.candidates(expert)) slots.push_back(c.slot);
+    if (twice) {
+        slots.clear();
+        for (std::size_t s = 0; s < p.slots.size(); ++s)
+            if (p.slots[s] == expert) slots.push_back(static_cast<std::int32_t>(s));
+    }
+    const auto share = [&](auto&& self, std::size_t next, std::int64_t left) -> bool {
+        if (left == 0) return any_routing(p, split, twice, expert + 1, routed, passes, visit);
+        if (next == slots.size()) return false;
+        bool found = false;
+        for (std::int64_t x = left; x >= 0 && !found; x = split || x == 0 ? x - 1 : 0) {
+            routed[slots[next]] = x;
+            found = self(self, next + 1, left - x);
+        }
+        if (!found) routed[slots[next]] = 0;
+        return found;
+    };
+    return share(share, 0, p.tokens[expert]);
+}
+
+// Under a curve two slots of a GPU can be quicker than one.
+double least_makespan(const Problem& p, const Price& price) {
+    Counts routed(p.slots.size(), 0);
+    double least = kInf;
+    const auto passes = [&](const Counts& some) { return price.makespan(p, some) < least; };
+    any_routing(p, price.split, !price.curve.empty(), 0, routed, passes, [&](const Counts& all) {
+        least = std::min(least, price.makespan(p, all));
+        return false;
+    });
+    return least;
+}
+
+Problem draw_tiny(Random& random) {
+    Problem p = draw_sized(random, 2, 4, 3, 5);
+    for (std::int64_t& t : p.tokens) t = t == 0 ? 0 : random.between(1, 7);
+    return p;
+}
+
+void test_makespan_brute_force(Random& random) {
+    Makespan<1> solver;
+    for (int i = 0; i < 1500; ++i) {
+        const Problem p = draw_tiny(random);
+        const Price price = draw_price(random, p.gpus);
+        const double least = least_makespan(p, price);
+        for (const std::int64_t work : {0, 1000}) {
+            const Found found = check_makespan<1>(solver, p, price, work);
+            check(found.bound <= least, "the bound is at most the least makespan");
+            check(found.makespan * (price.curve.empty() ? 1 : 1 + 1e-12) >= least,
+                  "no makespan is less than the least");
+        }
+    }
+}
+
+// Whether a routing within the caps exists, by trying; and what Branching says of it.
+void test_branching(Random& random) {
+    std::int64_t fits = 0, refuted = 0;
+    for (int i = 0; i < 4000; ++i) {
+        const Problem p = draw_tiny(random);
+        const Placement placement = p.placement();
+        const Price price{{{0, 1, 0, 1}}, {}, 128, std::vector<double>(p.gpus, 1.0), random.chance(70)};
+        Choices choices;
+        choices.read(placement.layer(0), p.tokens.data(), price.pricing());
+        std::vector<Caps> caps(p.gpus);
+        const Caps most{static_cast<double>(random.between(1, 3)), static_cast<double>(random.between(1, 12))};
+        for (Caps& c : caps) {
+            c = most;
+            if (random.chance(20)) c.activated += static_cast<double>(random.between(-2, 2));
+            if (random.chance(20)) c.tokens += static_cast<double>(random.between(-3, 3));
+        }
+        const auto within = [&](const Counts& routed) {
+            const Counts activated = activated_of(p, routed), load = load_of(p, routed);
+            for (std::int32_t g = 0; g < p.gpus; ++g)
+                if (static_cast<double>(activated[g]) > caps[g].activated ||
+                    static_cast<double>(load[g]) > caps[g].tokens)
+                    return false;
+            return true;
+        };
+        Counts routed(p.slots.size(), 0);
+        const bool exists =
+            any_routing(p, price.split, false, 0, routed, within, [](const Counts&) { return true; });
+
+        std::vector<Caps> left = caps;
+        for (std::int32_t g = 0; g < p.gpus; ++g)
+            left[g].activated -= choices.fixed(g).activated, left[g].tokens -= choices.fixed(g).tokens;
+        Branching branching(choices);
+        for (const std::int64_t nodes : {1, 4, 1000}) {
+            const Verdict verdict = branching.decide(left, price.split, nodes);
+            check(verdict != Verdict::refuted || !exists, "what is refuted does not exist");
+            check(verdict != Verdict::fits || exists, "what fits exists");
+            check(verdict != Verdict::unknown || nodes < 1000, "with nodes enough it is decided");
+            check(branching.nodes() <= nodes + 1, "no more nodes than allowed");
+            if (nodes == 1000) fits += verdict == Verdict::fits, refuted += verdict == Verdict::refuted;
+            if (verdict != Verdict::fits) continue;
+            std::fill(routed.begin(), routed.end(), 0);
+            for (const SingleCopy& e : placement.layer(0).singles) routed[e.only.slot] = p.tokens[e.expert];
+            for (std::int32_t o = 0; o < choices.options(); ++o)
+                routed[choices.option(o).slot] = static_cast<std::int64_t>(branching.tokens()[o]);
+            check_served(p, routed);
+            check(within(routed), "what fits is within the caps");
+            check(price.split || is_whole(p, routed), "what fits is whole where it must be");
+        }
+    }
+    check(fits > 500 && refuted > 500, "both verdicts occur");
+}
+
+// Caps are what a target allows, and no more.
+void test_pricing(Random& random) {
+    for (int i = 0; i < 2000; ++i) {
+        const Price price = draw_price(random, 3);
+        const Pricing pricing = price.pricing();
+        Counts taken(random.between(1, 6));
+        for (std::int64_t& x : taken) x = random.chance(70) ? random.between(1, 40) : 0;
+        const auto gpu = static_cast<std::int32_t>(random.below(3));
+        Load load;
+        double activated = 0, tokens = 0;
+        for (const std::int64_t x : taken) {
+            load += pricing.replica(static_cast<double>(x));
+            activated += x > 0, tokens += static_cast<double>(x);
+        }
+        const double time = price.time(gpu, taken);
+        check(pricing.time(gpu, load) == time, "a GPU's time is the same to the bit");
+        check(pricing.time_of_activated(gpu, activated) <= time && pricing.time_of_tokens(gpu, tokens) <= time,
+              "the least times are least");
+        for (const double target : {time, time / 2}) {
+            const Caps caps = pricing.caps(gpu, target);
+            check(time > target || (activated <= caps.activated && tokens <= caps.tokens),
+                  "what is in time is within");
+            check(caps.activated < 0 || pricing.time_of_activated(gpu, caps.activated) <= target,
+                  "caps are in time");
+            check(caps.tokens < 0 || pricing.time_of_tokens(gpu, caps.tokens) <= target, "caps are in time");
+            check(pricing.beyond(gpu, caps) > target, "beyond them it is late");
+        }
+    }
+}
+
 void test_bad_tokens(Random& random) {
     constexpr std::int64_t kLeast = std::numeric_limits<std::int64_t>::min(),
                            kMost = std::numeric_limits<std::int64_t>::max();
+    Makespan<1> makespan;
+    const auto pricing_for = [](const Problem& p) {
+        return Price{{{0, 1, 0, 1}}, {}, 128, std::vector<double>(p.gpus, 1.0), true}.pricing();
+    };
     for (int i = 0; i < 400; ++i) {
         Problem p = draw_sized(random, 1, 10, 4, 30);
         const std::int64_t wrong[] = {-1, kLeast, kLeast + 1, kMostTokens + 1, kMost};
@@ -434,6 +820,10 @@ void test_bad_tokens(Random& random) {
         check(Metro<1>(placement.layer(0), routed.data()).solve(p.tokens.data(), order.data()) ==
                   Outcome::bad_tokens,
               "metro refuses counts out of range");
+        std::fill(routed.begin(), routed.end(), 0);
+        check(makespan.solve(pricing_for(p), placement.layer(0), p.tokens.data(), routed.data(), 100) ==
+                  Outcome::bad_tokens,
+              "makespan refuses counts out of range");
     }
     const Problem absent{2, 1, 3, {0, 2}, {1, 1, 1}};
     const Placement placement = absent.placement();
@@ -446,6 +836,10 @@ void test_bad_tokens(Random& random) {
     routed = {0, 0};
     check(Metro<1>(placement.layer(0), routed.data()).solve(absent.tokens.data(), nullptr) == Outcome::bad_tokens,
           "metro refuses an expert without a replica");
+    routed = {0, 0};
+    check(makespan.solve(pricing_for(absent), placement.layer(0), absent.tokens.data(), routed.data(), 100) ==
+              Outcome::bad_tokens,
+          "makespan refuses an expert without a replica");
 }
 
 void check_layer(const Problem& p, const Layer& layer) {
@@ -700,6 +1094,11 @@ int main() {
     test_brute_force(random);
     test_width_does_not_matter(random);
     test_word_widths(random);
+    test_pricing(random);
+    test_branching(random);
+    test_makespan_brute_force(random);
+    test_makespan_width(random);
+    test_makespan(random);
     test_bad_tokens(random);
     test_deepseek(random);
     test_assign(random);

@@ -13,9 +13,9 @@ from eplb_opt.errors import EplbError
 from eplb_opt.objective import Curve, Objective, Piece
 from eplb_opt.placement import Placement
 from eplb_opt.placing import solve_placement
-from eplb_opt.routers import optimal, resolve_method
+from eplb_opt.routers import resolve_method
 from eplb_opt.routers.base import TimeLimit
-from eplb_opt.routers.exact import Found
+from eplb_opt.routers.exact import Found, Program
 from eplb_opt.routers.flow import Flow
 from eplb_opt.routers.matching import Matching
 from eplb_opt.routers.optimal import Optimal
@@ -23,6 +23,9 @@ from eplb_opt.routing import Proof, Routing, Status, solve_routing
 from eplb_opt.testing import Problem, check_routing, optimal_makespan
 
 V3 = Objective.preset("deepseek-v3-fp8")
+OPEN = 4
+"""Of `flip`: a problem that the search leaves open, and that either engine proves at once."""
+
 OBJECTIVES = {
     "roofline": Objective(pieces=(Piece(activation=4), Piece(token=1))),
     "with offsets": Objective(pieces=(Piece(offset=3, activation=4), Piece(offset=5, token=1))),
@@ -54,13 +57,17 @@ def small(seed: int) -> Problem:
     return Problem(Placement(rng.permutation(slots).reshape(4, 3), 5), rng.integers(0, 8, (2, 5)))
 
 
-def flip(seed: int, gpus: int = 16) -> Problem:
-    """Draw a problem about the flip batch: neither activations nor tokens alone decide."""
+def flip(seed: int) -> Problem:
+    """Draw a problem about the flip batch: neither activations nor tokens alone decide.
+
+    The batch's popularity is not quite what the placement was made for.
+    """
     rng = np.random.default_rng(seed)
-    popularity = rng.permutation((1.0 + np.arange(256)) ** -0.8)
-    popularity /= popularity.sum()
-    plan = solve_placement(popularity * 1e6, num_gpus=gpus, slots_per_gpu=320 // gpus)
-    return Problem(plan.placement, rng.multinomial(35_000, popularity))
+    popularity = (1.0 + np.arange(256)) ** -0.3
+    popularity *= 2000 / popularity.sum()
+    load, batch = rng.dirichlet(popularity), rng.dirichlet(popularity)
+    plan = solve_placement(load * 1e6, num_gpus=16, slots_per_gpu=20)
+    return Problem(plan.placement, rng.multinomial(46_000, batch))
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -87,7 +94,7 @@ def test_the_compiled_methods_where_they_can() -> None:
 
 def test_hard_problems_are_proven() -> None:
     """About the flip batch, two problems of DeepSeek-V3 at a time are proven by an engine."""
-    problem = flip(1)
+    problem = flip(OPEN)
     routing = solve(problem, V3, threads=2)
     check_routing(problem.placement, problem.tokens, routing)
     assert routing.status == Status.OPTIMAL
@@ -99,34 +106,29 @@ def test_with_what_is_installed(missing: list[str], monkeypatch: pytest.MonkeyPa
     """One engine does where the other is missing; without any the search's bound remains."""
     for package in missing:
         monkeypatch.setitem(sys.modules, package, None)
-    # The start takes 12 on GPU 0; the optimum is 10.
-    problem = Problem(Placement([[0, 1, 3], [2, 0, 4], [1, 2, -1]]), np.array([6, 5, 7, 4, 1]))
-    objective = OBJECTIVES["roofline"]
-    routing = solve(problem, objective)
+    problem = flip(OPEN)
+    routing = solve(problem, V3)
     check_routing(problem.placement, problem.tokens, routing)
-    smallest = optimal_makespan(problem.placement, problem.tokens, objective)
     if len(missing) < 2:
-        assert routing.makespan == routing.bound == smallest
+        assert routing.status == Status.OPTIMAL
     else:
-        assert routing.bound <= smallest <= routing.makespan
-        assert routing.proved_by == Proof.COUNT
+        assert 0 <= routing.gap < 0.1
 
 
 def test_no_seconds() -> None:
-    """With no time for proofs the search's answer is there, bounded by counting."""
-    problem = flip(2)
+    """With no time for proofs the search's answer and bound are there."""
+    problem = flip(OPEN)
     for given in ({"method": Optimal(seconds=0)}, {"stop": TimeLimit(0)}):
         began = time.monotonic()
         routing = solve(problem, V3, **given)
         assert time.monotonic() - began < 1
         check_routing(problem.placement, problem.tokens, routing)
-        assert routing.status == Status.FEASIBLE
-        assert routing.proved_by == Proof.COUNT
+        assert 0 <= routing.gap < 0.1
 
 
 def test_time_limits_hold() -> None:
     """Each open problem has its seconds; the limit of the call is over all of them."""
-    hard = flip(3)
+    hard = flip(OPEN)
     batch = Problem(hard.placement, np.stack([hard.tokens] * 8))
     tiles = Objective(pieces=(Piece(activation=12, tile=2.78), Piece(token=0.0945)))
     began = time.monotonic()
@@ -147,26 +149,26 @@ def test_bad_seconds() -> None:
         resolve_method("optimal:seconds=soon", V3)
 
 
-@pytest.mark.parametrize(
-    ("found", "complaint"),
-    [
-        (Found(None, 1e9), None),
-        (Found(np.array([1.0]), 0.0), "serves"),
-    ],
-)
-def test_what_an_engine_gets_wrong(
-    found: Found, complaint: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A bound above what was asked for says no more than that; a wrong answer is an error."""
-    monkeypatch.setattr(optimal.highs, "solve", lambda *_: found)
-    problem = Problem(Placement([[0, 1], [0, 2]]), np.array([9, 3, 2]))
-    objective = Objective(pieces=(Piece(activation=1), Piece(token=1)))
-    if complaint is None:
-        routing = solve(problem, objective)
-        assert routing.bound <= routing.makespan
-    else:
-        with pytest.raises(EplbError, match=rf"^highs, problem \(\): .*{complaint}"):
-            solve(problem, objective)
+def test_a_bound_says_no_more_than_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine asked for less than the makespan in hand proves at most that this is the least."""
+    monkeypatch.setattr("eplb_opt.routers.optimal.WORK", 0)
+    monkeypatch.setattr("eplb_opt.routers.highs.solve", lambda *_: Found(None, 1e9))
+    problem = flip(OPEN)
+    routing = solve(problem, V3)
+    assert routing.bound == routing.makespan
+    assert routing.proved_by == Proof.HIGHS
+
+
+def test_a_wrong_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine's answer that serves too few tokens raises, and names engine and problem."""
+
+    def wrong(program: Program, *_: object) -> Found:
+        return Found(np.zeros(len(program.gpu)), 0.0)
+
+    monkeypatch.setattr("eplb_opt.routers.optimal.WORK", 0)
+    monkeypatch.setattr("eplb_opt.routers.highs.solve", wrong)
+    with pytest.raises(EplbError, match=r"^highs, problem \(\): its answer serves 0 of the"):
+        solve(flip(OPEN), V3)
 
 
 def test_layers_and_batches() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from numpy.typing import NDArray
 
-from eplb_opt.objective import Objective
+from eplb_opt.objective import Objective, Piece
 from eplb_opt.placement import Placement
 from eplb_opt.routers import (
     Flow,
@@ -37,9 +37,11 @@ def test_all_methods_are_listed_with_what_they_can_do() -> None:
     assert list(methods) == [
         "matching",
         "flow",
+        "makespan",
         "highs",
         "cp-sat",
         "pulp",
+        "lst",
         "metro",
         "uniform",
         "nearest",
@@ -49,9 +51,11 @@ def test_all_methods_are_listed_with_what_they_can_do() -> None:
         "rank-mod",
     ]
     exact = {name for name, traits in methods.items() if traits.exact}
-    assert exact == {"matching", "flow", "highs", "cp-sat", "pulp"}
-    assert {n for n, traits in methods.items() if traits.extra} == {"highs", "cp-sat", "pulp"}
-    assert {methods[name].extra for name in ("highs", "cp-sat", "pulp")} == {"exact"}
+    assert exact == {"matching", "flow", "makespan", "highs", "cp-sat", "pulp"}
+    extras = {name: traits.extra for name, traits in methods.items() if traits.extra}
+    assert extras == dict.fromkeys(("highs", "cp-sat", "pulp", "lst"), "exact")
+    compiled = {name for name, traits in methods.items() if traits.compiled}
+    assert compiled == {"matching", "flow", "makespan", "metro"}
     needs = {name: traits.needs for name, traits in methods.items() if traits.needs}
     assert needs == {
         "nearest": ("source_tokens",),
@@ -61,8 +65,20 @@ def test_all_methods_are_listed_with_what_they_can_do() -> None:
     }
     assert methods["matching"].objectives == "activations"
     assert methods["flow"].objectives == "tokens (split allowed)"
-    assert methods["uniform"].objectives == "any"
+    assert methods["makespan"].objectives == methods["metro"].objectives == "any"
     assert all(traits.summary and "\n" not in traits.summary for traits in methods.values())
+
+
+def test_rules_that_split_are_no_methods_for_whole_experts() -> None:
+    """Where experts stay whole, the rules that split them are refused, and no others."""
+    whole = Objective(pieces=(Piece(token=1.0),), split=False)
+    refused = {name for name, traits in routing_methods().items() if not traits.solves(whole)}
+    rules = {"uniform", "nearest", "random", "vllm-hash", "trtllm", "rank-mod"}
+    assert refused == rules | {"matching", "flow"}
+    for name in rules:
+        assert routing_methods()[name].solves(replace(whole, split=True))
+        with pytest.raises(ValueError, match=f"{name} solves any with split only, not makespan"):
+            resolve_method(name, whole)
 
 
 def test_the_table_is_a_copy() -> None:

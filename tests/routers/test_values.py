@@ -45,7 +45,7 @@ def test_no_value_is_skipped(pieces: tuple[Piece, ...], slowness: tuple[float, .
         assert next_value(objective, WITHIN, value) == value
         below = next_value(objective, WITHIN, math.nextafter(value, 0))
         assert value * (1 - 1e-15) <= below <= value
-        assert next_value(objective, WITHIN, value * 0.9) == min(
+        assert next_value(objective, WITHIN, value * 0.9) <= min(
             v for v in values if v >= value * 0.9
         )
 
