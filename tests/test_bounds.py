@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -114,7 +115,9 @@ def test_no_set_proves_more_than_the_best_of_all_routings(
     assert (np.min(bounds, axis=0) >= objective.idle).all()
 
 
-def least_time(objective: Objective, counts: list[int], members: list[bool]) -> float:
+def least_time(
+    objective: Objective, counts: list[int], members: list[bool], slots_per_gpu: int
+) -> float:
     """Find by loops the smallest time by which a set's GPUs can have so many activations, tokens.
 
     For objectives without curves.
@@ -122,21 +125,20 @@ def least_time(objective: Objective, counts: list[int], members: list[bool]) -> 
     nominal = replace(objective, slowness=None)
     slowness = objective.slowness or (1.0,) * len(members)
     of_set = [s for s, member in zip(slowness, members, strict=True) if member]
+    activations, tokens = counts
     best = objective.idle
-    for count, one_each in zip(counts, (True, False), strict=True):
+    for count, on_one_gpu in (
+        (activations, [[1] * j + [0] * (slots_per_gpu - j) for j in range(slots_per_gpu + 1)]),
+        (tokens, [[j] for j in range(tokens + 1)]),
+    ):
         if not count or not of_set:
             continue
-        times = [
-            nominal.time(np.array([[1] * j + [0] if one_each else [j]]))[0]
-            for j in range(count + 1)
-        ]
+        least = nominal.time(np.array(on_one_gpu)).tolist()
+        times = [[s * time for time in least] for s in of_set]
         needed = [
             time
-            for time in sorted({s * t for s in of_set for t in times})
-            if sum(
-                max([j for j, t in enumerate(times) if s * t <= time], default=0) for s in of_set
-            )
-            >= count
+            for time in sorted({time for of_gpu in times for time in of_gpu})
+            if sum(max(bisect_right(of_gpu, time) - 1, 0) for of_gpu in times) >= count
         ]
         best = max(best, needed[0])
     return float(best)
@@ -156,7 +158,7 @@ def test_unequal_gpus_by_loops(data: st.DataObject, problem: Problem) -> None:
     bound = certified_bound(
         placement, problem.tokens, [members] * placement.layered or members, objective
     )
-    assert bound.item() == least_time(objective, counts, members)
+    assert bound.item() == least_time(objective, counts, members, placement.slots_per_gpu)
 
 
 def test_worked_examples() -> None:

@@ -81,7 +81,10 @@ def solve(program: Program, start: NDArray[np.int64] | None, deadline: float) ->
     from ortools.sat.python import cp_model
 
     grid = _Grid.of(program)
-    stated = _state(program, grid)
+    least, most = _limits(program, grid)
+    if least > most:
+        return _nothing_within(program)
+    stated = _state(program, grid, least, most)
     if start is not None:
         _hint(stated, program, grid, start)
     engine = cp_model.CpSolver()
@@ -97,7 +100,7 @@ def solve(program: Program, start: NDArray[np.int64] | None, deadline: float) ->
     parameters.max_time_in_seconds = seconds_left(deadline)
     status = engine.solve(stated.model)
     if status == cp_model.INFEASIBLE and start is None and math.isfinite(program.most):
-        return Found(None, program.most + program.has_integer_times)
+        return _nothing_within(program)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE, cp_model.UNKNOWN):
         raise EngineError(f"it ended with the status {engine.status_name(status)}")
     bound = grid.time(engine.best_objective_bound)
@@ -105,6 +108,11 @@ def solve(program: Program, start: NDArray[np.int64] | None, deadline: float) ->
         return Found(None, bound)
     taken = np.array([engine.value(variable) for variable in stated.x or stated.y], np.int64)
     return Found(taken if stated.x else taken * program.tokens[program.expert], bound)
+
+
+def _nothing_within(program: Program) -> Found:
+    """Return the proof that every makespan is above `Program.most`."""
+    return Found(None, program.most + program.has_integer_times)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,18 +225,23 @@ class _Stated(NamedTuple):
     parts: list[list[list[_Part]]]
 
 
-def _state(program: Program, grid: _Grid) -> _Stated:
-    """State the program, λ on a grid."""
+def _limits(program: Program, grid: _Grid) -> tuple[int, int]:
+    """Return the least and the largest integer that λ can be; the least is above if none can."""
+    # No GPU ends later than with all tokens of all its experts.
+    latest = min(program.most, program.makespan(program.whole_counts().tokens))
+    most = math.floor(Fraction(latest) * grid.steps * Fraction(1 + 100 * grid.rounding))
+    if not grid.exact:
+        return 0, most
+    counted = Fraction(program.counted_bound() * (1 - grid.rounding))
+    return math.ceil(counted * grid.steps), most
+
+
+def _state(program: Program, grid: _Grid, least: int, most: int) -> _Stated:
+    """State the program, λ on a grid between two limits."""
     from ortools.sat.python import cp_model
 
     model = cp_model.CpModel()
     objective, room = program.objective, program.room().tolist()
-    # No GPU ends later than with all tokens of all its experts.
-    latest = min(program.most, program.makespan(program.whole_counts().tokens))
-    most = math.floor(Fraction(latest) * grid.steps * Fraction(1 + 100 * grid.rounding))
-    least = 0
-    if grid.exact:
-        least = grid.integer(Fraction(program.counted_bound() * (1 - grid.rounding)))
     makespan = model.new_int_var(least, most, "makespan")
     model.minimize(makespan)
 

@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 class Flow:
     """Parametric max-flow from experts to GPUs, integral, in the compiled core.
 
-    Experts are poured over their replicas like water; then tokens are pushed along alternating
-    paths from GPUs above the target to GPUs below it. When a GPU above the target reaches none, the
-    GPUs Q that it does reach hold every replica of what they serve, and the target rises to
-    ``ceil(tokens held in Q / |Q|)``, a bound whose certificate is Q (``solvers/cpp/flow.hpp``).
+    Experts are poured over their replicas like water; then GPUs above the target push tokens, in
+    waves, towards GPUs below it. The GPUs Q that reach none below it hold every replica of what
+    they serve, so the target rises to ``ceil(tokens held in Q / |Q|)``, a bound whose certificate
+    is Q (``solvers/cpp/flow.hpp``).
 
     Notes
     -----
-    Each push is an augmenting path, found in O(slots x GPUs / 64); in practice there is about one
-    per GPU, and no new target or one.
+    A wave takes O(slots x GPUs / 64) for the distances to GPUs below the target; at 64 GPUs there
+    are about ten at most, and no new target or one.
 
     Examples
     --------

@@ -19,6 +19,7 @@ from eplb_opt.placement import Placement
 from eplb_opt.routers import cp_sat, highs
 from eplb_opt.routers.base import Context, RoutingMethod, Solve, Traits
 from eplb_opt.routers.exact import (
+    NOTHING,
     Engine,
     EngineError,
     Found,
@@ -115,7 +116,9 @@ class Optimal:
                 start = _Known(taken, float(makespan[at]), float(bound[at]), Proof(proved_by[at]))
                 until = min(deadline, time.monotonic() + self.seconds)
                 try:
-                    known = _closed(program, start, until)
+                    # Of the slots of a curve the search does not count all that can be counted.
+                    known = start.joined(program, NOTHING, program.counted_bound(), Proof.COUNT)
+                    known = _closed(program, known, until)
                 except EngineError as error:
                     raise failure(out, at, error) from error
                 if known.bound > start.bound:

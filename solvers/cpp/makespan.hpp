@@ -2,13 +2,13 @@
 //
 //   1. Matching gives the fewest activations A*, flow the fewest tokens N* on the fullest GPU; with
 //      equal GPUs the times that need so many are bounds. Each answer, and one built by falling tokens
-//      (Rebalance::start), is priced. The first that meets the bound ends it.
+//      (Rebalance::start) and improved a little, is priced. The first that meets the bound ends it.
 //   2. Rounds of attempts at targets. An attempt asks Branching whether a routing fits into the caps
 //      that the target time gives each GPU. No: the bound rises to the least time beyond the caps. Yes:
 //      a better routing. Unknown: what it had so far is completed and improved by Rebalance. A round
 //      first raises the bound while it can, then takes the next activation step above it, then halves
-//      the distance to the best routing. Every round has four times the nodes and twice the links of
-//      the one before.
+//      the distance to the best routing. Every round has four times the nodes and links of the one
+//      before, and goes eight times as near.
 //
 // It ends when the makespan meets the bound or the work (links tried, and kNodeWork for a node) is done.
 // Deterministic: the work is counted, not timed.
@@ -70,7 +70,7 @@ class Makespan {
   private:
     static constexpr double kBelow = 1 - 1e-12;  // sums in another order may round down
     static constexpr std::uint64_t kSeed = 0x9E3779B97F4A7C15;
-    static constexpr std::int64_t kNodeWork = 200, kFirstLinks = 500;
+    static constexpr std::int64_t kNodeWork = 200, kStartLinks = 100, kFirstLinks = 500;
     static constexpr double kClose = 3e-2;  // of the makespan: nearer targets are not tried in the first round
 
     template <class Search>
@@ -88,6 +88,10 @@ class Makespan {
         const std::int64_t before = search.work();
         const auto left = [&] { return max_work - work_ - (search.work() - before); };
         search.seed(kSeed);
+        if (!met() && left() > 0) {
+            search.lower(bound_, kStartLinks);
+            record(search);
+        }
         std::int64_t nodes = 1, links = kFirstLinks;
         for (double close = kClose; !met() && left() > 0; nodes *= 4, links *= 4, close /= 8)
             round(search, nodes, links, close, left);

@@ -133,7 +133,7 @@ class Pricing {
 
   private:
     static constexpr double kBelow = 1 - 1e-12;  // what is added up in another order may round down
-    static constexpr double kMostActivated = 1 << 20, kMostTokens = 9007199254740992.0;
+    static constexpr double kMostActivated = 4096, kMostTokens = 9007199254740992.0;  // experts; 2^53
 
     // The largest integer from -1 to `limit` that fits; fitting ends once.
     template <class Fits>

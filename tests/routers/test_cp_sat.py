@@ -60,9 +60,15 @@ def test_exact_decimals_are_proven() -> None:
         pieces=(Piece(activation=14.78), Piece(token=0.0945)), slowness=(1, 1.1, 1, 1.25)
     )
     routing = solve_routing(
-        SHARED, [MOST, MOST, MOST, 1], objective=objective, method="cp-sat", bound=False
+        SHARED,
+        [MOST, MOST, MOST, 1],
+        objective=objective,
+        method="cp-sat:warm_start=false",
+        bound=False,
     )
+    check_routing(SHARED, [MOST, MOST, MOST, 1], routing)
     assert routing.status == Status.OPTIMAL
+    assert routing.proved_by == Proof.CP_SAT
 
 
 STEPS = Curve((1, 4, 5, 8, 9), (2.0, 2.0, 4.0, 4.0, 6.0))
