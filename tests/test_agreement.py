@@ -11,8 +11,8 @@ import eplb_opt as eo
 from eplb_opt.objective import Curve, Objective, Piece
 from eplb_opt.testing import Problem, check_routing, optimal_makespan
 
-PROBLEMS = 250
-SMALL_PROBLEMS = 1500
+PROBLEMS = 100
+SMALL_PROBLEMS = 900
 
 
 def drawn_problems() -> Iterator[Problem]:
@@ -32,7 +32,7 @@ def drawn_problems() -> Iterator[Problem]:
 @pytest.mark.parametrize(("engine", "package"), [("highs", "highspy"), ("cp-sat", "ortools")])
 @pytest.mark.parametrize("objective", ["activations", "tokens"])
 def test_engines_confirm_the_optimum(engine: str, package: str, objective: str) -> None:
-    """On 250 drawn problems the engine proves the makespan of `optimal`, and finishes 99 %."""
+    """On 100 drawn problems the engine proves the makespan of `optimal`, and finishes 99 %."""
     pytest.importorskip(package)
     finished = 0
     for problem in drawn_problems():
@@ -137,19 +137,29 @@ def test_search_is_between_the_bound_and_the_better_pure_optimum(
 
 
 def test_curves() -> None:
-    """CP-SAT and `optimal` bring curves to the optimum; doubles that add exactly, to the proof."""
+    """CP-SAT and `optimal` bring curves to the optimum; times that add exactly, to the proof.
+
+    The optimum may use two slots of an expert on one GPU. The search never does, but its bound
+    holds for that too.
+    """
     pytest.importorskip("ortools")
     rng = np.random.default_rng(20260304)
-    for number in range(120):
+    proven = 0
+    for number in range(90):
         problem = draw_small(rng)
-        tokens = np.sort(rng.choice(np.arange(1, 8), 3, replace=False))
-        times = np.sort(rng.integers(0, 20, 3)) / (4 if number % 2 else 7)
-        curve = Curve(tuple(tokens.tolist()), tuple((times + 0.25).tolist()))
-        objective = draw_objective(rng, problem.placement.num_gpus, curve)
-        optimum = float(optimal_makespan(problem.placement, problem.tokens, objective))
+        placement, demand = problem.placement, problem.tokens
+        tokens = np.cumsum(rng.choice([1, 2, 4], 3))
+        times = np.sort(rng.integers(0, 20, 3)) / (4 if number % 2 else 7) + 0.25
+        curve = Curve(tuple(tokens.tolist()), tuple(times.tolist()))
+        objective = draw_objective(rng, placement.num_gpus, curve)
+        slowness = np.array(objective.slowness or (1.0,))
+        adds_exactly = bool((slowness[:, None] * times * 64 % 1 == 0).all())
+        proven += adds_exactly
+        optimum = float(optimal_makespan(placement, demand, objective))
+        searched = eo.solve_routing(placement, demand, objective=objective, method="makespan")
+        assert searched.bound <= optimum <= searched.makespan
         for method in ("cp-sat", "optimal"):
-            routing = eo.solve_routing(
-                problem.placement, problem.tokens, objective=objective, method=method
-            )
+            routing = eo.solve_routing(placement, demand, objective=objective, method=method)
             assert routing.bound <= optimum <= routing.makespan
-            assert routing.makespan <= routing.bound * (1 + 1e-12)
+            assert routing.makespan <= routing.bound * (1 if adds_exactly else 1 + 1e-12)
+    assert proven > 20

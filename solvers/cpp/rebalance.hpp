@@ -168,7 +168,7 @@ class Rebalance {
                 tokens_ = kept_tokens_, sum_ = kept_sum_, time_ = kept_time_;
             }
         }
-        return least == 0;
+        return makespan() <= target_;
     }
     void seed(std::uint64_t state) { random_ = state; }
 

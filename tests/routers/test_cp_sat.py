@@ -56,17 +56,14 @@ def test_prices_of_any_size(prices: tuple[float, float]) -> None:
 
 def test_exact_decimals_are_proven() -> None:
     """Of TEMPO's prices, times a slowness, a proof with the most tokens there are is exact."""
+    tokens = [MOST, MOST, 5, 1]
     objective = Objective(
         pieces=(Piece(activation=14.78), Piece(token=0.0945)), slowness=(1, 1.1, 1, 1.25)
     )
     routing = solve_routing(
-        SHARED,
-        [MOST, MOST, MOST, 1],
-        objective=objective,
-        method="cp-sat:warm_start=false",
-        bound=False,
+        SHARED, tokens, objective=objective, method="cp-sat:warm_start=false", bound=False
     )
-    check_routing(SHARED, [MOST, MOST, MOST, 1], routing)
+    check_routing(SHARED, tokens, routing)
     assert routing.status == Status.OPTIMAL
     assert routing.proved_by == Proof.CP_SAT
 
@@ -114,12 +111,13 @@ def test_times_that_doubles_round_are_bounded() -> None:
 
 
 def test_nothing_within_a_makespan() -> None:
-    """Asked for less than the optimum, CP-SAT says that there is none."""
+    """Asked for less than the optimum, or than what counting allows, CP-SAT says there is none."""
     placement, objective = Placement([[0, 1], [0, 2]]), Objective.preset("tokens")
     program = Program.of(placement, Pairs.of(placement, 0), np.array([5, 3, 1]), objective)
-    found = solve(replace(program, most=4.0), None, math.inf)
-    assert found.taken is None
-    assert found.bound == 5
+    for most in (4.0, 2.0):
+        found = solve(replace(program, most=most), None, math.inf)
+        assert found.taken is None
+        assert found.bound == most + 1
 
 
 def test_few_activated_and_few_tokens() -> None:

@@ -13,10 +13,11 @@ from eplb_opt.errors import EplbError
 from eplb_opt.objective import Curve, Objective, Piece
 from eplb_opt.placement import Placement
 from eplb_opt.placing import solve_placement
-from eplb_opt.routers import resolve_method
+from eplb_opt.routers import highs, optimal, resolve_method
 from eplb_opt.routers.base import TimeLimit
 from eplb_opt.routers.exact import Found, Program
 from eplb_opt.routers.flow import Flow
+from eplb_opt.routers.makespan import Makespan
 from eplb_opt.routers.matching import Matching
 from eplb_opt.routers.optimal import Optimal
 from eplb_opt.routing import Proof, Routing, Status, solve_routing
@@ -24,7 +25,7 @@ from eplb_opt.testing import Problem, check_routing, optimal_makespan
 
 V3 = Objective.preset("deepseek-v3-fp8")
 OPEN = 4
-"""Of `flip`: a problem that the search leaves open, and that either engine proves at once."""
+"""Of `flip`: a problem that no search leaves open, and that either engine proves in a second."""
 
 OBJECTIVES = {
     "roofline": Objective(pieces=(Piece(activation=4), Piece(token=1))),
@@ -70,6 +71,12 @@ def flip(seed: int) -> Problem:
     return Problem(plan.placement, rng.multinomial(46_000, batch))
 
 
+@pytest.fixture
+def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the work to the engines: the search proves ever more, and here it is not tested."""
+    monkeypatch.setattr(optimal, "WORK", 0)
+
+
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_every_objective_is_proven(name: str) -> None:
     """On small problems the proven optimum is that of trying everything, for every objective."""
@@ -92,15 +99,22 @@ def test_the_compiled_methods_where_they_can() -> None:
     assert resolve_method("optimal:seconds=2", V3) == Optimal(seconds=2.0)
 
 
+@pytest.mark.usefixtures("no_search")
 def test_hard_problems_are_proven() -> None:
-    """About the flip batch, two problems of DeepSeek-V3 at a time are proven by an engine."""
-    problem = flip(OPEN)
-    routing = solve(problem, V3, threads=2)
-    check_routing(problem.placement, problem.tokens, routing)
-    assert routing.status == Status.OPTIMAL
-    assert routing.proved_by in (Proof.HIGHS, Proof.CP_SAT, Proof.COUNT)
+    """About the flip batch, problems that the search leaves open are proven, two at a time."""
+    hard = flip(OPEN)
+    batch = Problem(hard.placement, np.stack([hard.tokens] * 2))
+    searched = solve(batch, V3, method=Makespan(work=0))
+    routing = solve(batch, V3, threads=2)
+    check_routing(batch.placement, batch.tokens, routing)
+    assert (searched.bound < routing.bound).all()
+    assert (routing.makespan < searched.makespan).all()
+    assert (routing.status == Status.OPTIMAL).all()
+    assert np.isin(routing.proved_by, [Proof.HIGHS, Proof.CP_SAT]).all()
+    assert not routing.certificate.any()
 
 
+@pytest.mark.usefixtures("no_search")
 @pytest.mark.parametrize("missing", [["highspy"], ["ortools"], ["highspy", "ortools"]])
 def test_with_what_is_installed(missing: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """One engine does where the other is missing; without any the search's bound remains."""
@@ -111,10 +125,12 @@ def test_with_what_is_installed(missing: list[str], monkeypatch: pytest.MonkeyPa
     check_routing(problem.placement, problem.tokens, routing)
     if len(missing) < 2:
         assert routing.status == Status.OPTIMAL
+        assert routing.proved_by == (Proof.HIGHS if missing == ["ortools"] else Proof.CP_SAT)
     else:
-        assert 0 <= routing.gap < 0.1
+        assert 0 < routing.gap < 0.1
 
 
+@pytest.mark.usefixtures("no_search")
 def test_no_seconds() -> None:
     """With no time for proofs the search's answer and bound are there."""
     problem = flip(OPEN)
@@ -123,7 +139,15 @@ def test_no_seconds() -> None:
         routing = solve(problem, V3, **given)
         assert time.monotonic() - began < 1
         check_routing(problem.placement, problem.tokens, routing)
-        assert 0 <= routing.gap < 0.1
+        assert 0 < routing.gap < 0.1
+
+
+def test_no_choice_under_a_curve() -> None:
+    """What has no choice is proven by counting, under a curve too, without an engine's time."""
+    objective = Objective(pieces=(Curve((2, 4, 7), (0.25, 2.5, 3.75)),), slowness=(1.0, 1.5))
+    routing = solve(Problem(Placement([[0], [1]]), np.array([5, 3])), objective, stop=TimeLimit(0))
+    assert routing.makespan == routing.bound
+    assert routing.proved_by == Proof.COUNT
 
 
 def test_time_limits_hold() -> None:
@@ -149,24 +173,24 @@ def test_bad_seconds() -> None:
         resolve_method("optimal:seconds=soon", V3)
 
 
+@pytest.mark.usefixtures("no_search")
 def test_a_bound_says_no_more_than_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine asked for less than the makespan in hand proves at most that this is the least."""
-    monkeypatch.setattr("eplb_opt.routers.optimal.WORK", 0)
-    monkeypatch.setattr("eplb_opt.routers.highs.solve", lambda *_: Found(None, 1e9))
+    monkeypatch.setattr(highs, "solve", lambda *_: Found(None, 1e9))
     problem = flip(OPEN)
     routing = solve(problem, V3)
     assert routing.bound == routing.makespan
     assert routing.proved_by == Proof.HIGHS
 
 
+@pytest.mark.usefixtures("no_search")
 def test_a_wrong_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine's answer that serves too few tokens raises, and names engine and problem."""
 
     def wrong(program: Program, *_: object) -> Found:
         return Found(np.zeros(len(program.gpu)), 0.0)
 
-    monkeypatch.setattr("eplb_opt.routers.optimal.WORK", 0)
-    monkeypatch.setattr("eplb_opt.routers.highs.solve", wrong)
+    monkeypatch.setattr(highs, "solve", wrong)
     with pytest.raises(EplbError, match=r"^highs, problem \(\): its answer serves 0 of the"):
         solve(flip(OPEN), V3)
 
