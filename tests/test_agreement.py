@@ -12,7 +12,7 @@ from eplb_opt.objective import Curve, Objective, Piece
 from eplb_opt.testing import Problem, check_routing, optimal_makespan
 
 PROBLEMS = 100
-SMALL_PROBLEMS = 900
+SMALL_PROBLEMS = 750
 
 
 def drawn_problems() -> Iterator[Problem]:

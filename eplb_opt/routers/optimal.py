@@ -72,6 +72,9 @@ class Optimal:
     The search is polynomial, some 10 ms for a problem that it leaves open. The integer programs are
     not; each of two engines is first tried for an eighth of the seconds.
 
+    Under a curve two slots of an expert on one GPU can take less time than one. The search uses
+    one, and its bound holds for both; the integer program has both.
+
     Examples
     --------
     >>> from eplb_opt.objective import Piece
@@ -116,7 +119,7 @@ class Optimal:
                 start = _Known(taken, float(makespan[at]), float(bound[at]), Proof(proved_by[at]))
                 until = min(deadline, time.monotonic() + self.seconds)
                 try:
-                    # Of the slots of a curve the search does not count all that can be counted.
+                    # Under a curve the search does not bound by the experts without a choice.
                     known = start.joined(program, NOTHING, program.counted_bound(), Proof.COUNT)
                     known = _closed(program, known, until)
                 except EngineError as error:

@@ -55,6 +55,7 @@ class Branching {
     std::int64_t nodes() const { return nodes_; }
 
   private:
+    static constexpr int kMostLaps = 16;
     enum State : char { kFree, kServes, kClosed };
     struct Node {
         std::vector<Caps> left;  // of each GPU, beside what serves and is promised
@@ -119,7 +120,10 @@ class Branching {
             if (node.left[g].activated == 0) close(node, g);
         }
         for (bool again = true; again;) {
-            while (std::find(node.stale.begin(), node.stale.end(), 1) != node.stale.end()) {
+            // Two GPUs may raise each other's promises by a token a lap: what laps leave, the flow refutes.
+            for (int lap = 0;
+                 lap < kMostLaps && std::find(node.stale.begin(), node.stale.end(), 1) != node.stale.end();
+                 ++lap) {
                 seen_ = node.stale;
                 std::fill(node.stale.begin(), node.stale.end(), 0);
                 for (int e = 0; e < choices_.experts(); ++e)
@@ -194,10 +198,13 @@ class Branching {
         // Two options that each have room for all: nothing follows, unless replicas are few.
         int roomy = 0;
         bool serves = false;
+        double promised = 0;
         for (std::int32_t o = first; o < last; ++o) {
             roomy += room(node, o, demand) == demand;
             serves |= node.state[o] == kServes;
+            promised += node.promised[o];
         }
+        if (promised > demand) return false;
         if (roomy >= 2 && !serves && split_ && spare >= 1) {
             node.need[e] = 1;
             return true;
@@ -393,7 +400,7 @@ class Branching {
             if (reached_[gpu] || open_[o] || node.state[o] != kFree) continue;
             double inside = e == stuck_ ? stuck_rest_ : 0;
             for (std::int32_t d = choices_.first(e); d < choices_.first(e + 1); ++d)
-                if (reached_[choices_.option(d).gpu]) inside += tokens_[d];
+                if (reached_[choices_.option(d).gpu]) inside += tokens_[d] - node.promised[d];
             inside = std::min(inside, node.left[gpu].tokens);
             if (inside > most) most = inside, best = o;
         }
