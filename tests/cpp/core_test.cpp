@@ -22,7 +22,7 @@
 #include "assign.hpp"
 #include "branching.hpp"
 #include "choices.hpp"
-#include "eplb.hpp"
+#include "deepseek.hpp"
 #include "flow.hpp"
 #include "gpu_set.hpp"
 #include "makespan.hpp"
@@ -982,6 +982,7 @@ Ids naive_deepseek(const std::vector<double>& load, std::int32_t gpus, std::int3
         ++copies[best];
         replicas.push_back(best);
     }
+    if (slots_per_gpu == 1) return replicas;
     std::vector<double> filled(gpus, 0.0);
     Ids slots(gpus * slots_per_gpu, -1), used(gpus, 0);
     std::vector<bool> packed(replicas.size(), false);
@@ -1011,7 +1012,7 @@ void test_deepseek(Random& random) {
         std::vector<double> load(experts);
         for (double& l : load) l = static_cast<double>(random.between(0, most));
         Ids slots(gpus * per_gpu, -1);
-        place_deepseek(load, gpus, per_gpu, slots.data());
+        place_deepseek(load, 1, 1, gpus, per_gpu, slots.data());
         check(slots == naive_deepseek(load, gpus, per_gpu), "deepseek follows its rule");
     }
 }
