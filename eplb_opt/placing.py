@@ -118,7 +118,7 @@ def solve_placement(
         an instance.
     distinct
         Repair what the method answers where two copies of an expert share a GPU: by swaps that keep
-        the peak at what it was where they can, within a node where the method kept experts on one.
+        the peak at what it was where they can, within the nodes that the method kept experts to.
         Copies beyond one per GPU go to other experts.
 
     Returns
@@ -183,7 +183,7 @@ def solve_placement(
     slots = placed.slots
     if distinct:
         slots = np.array(slots, dtype=np.int32, order="C")
-        _core.make_distinct(mean, nodes, slots)
+        _core.make_distinct(mean, placed.nodes, slots)
     placement = Placement(slots if layered else slots[0], num_experts=experts)
     return _measured(problem, placement, placed.note)
 

@@ -108,10 +108,14 @@ class Placed:
         Int32 of `PlacementProblem.shape`: the expert in every slot, -1 where empty.
     note
         What the method decided by itself, such as a form that it fell back to; may be empty.
+    nodes
+        Nodes, each with all slots of its experts: what is repaired later stays within. 1 for a
+        method that does not keep experts to nodes.
     """
 
     slots: NDArray[np.int32]
     note: str = ""
+    nodes: int = 1
 
 
 class PlacementMethod(Protocol):

@@ -75,4 +75,4 @@ class DeepSeek:
             note = f"global: {why}"
         slots = problem.new_slots()
         _core.place_deepseek(problem.load, groups, nodes, slots)
-        return Placed(slots, note)
+        return Placed(slots, note, nodes)

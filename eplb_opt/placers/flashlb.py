@@ -104,4 +104,4 @@ def score(windows: NDArray[np.float64], slots: NDArray[np.int32]) -> NDArray[np.
 
 
 def _samples(windows: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.where(windows == 0, 1.0, windows)
+    return np.ascontiguousarray(np.where(windows == 0, 1.0, windows))

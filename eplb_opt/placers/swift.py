@@ -23,10 +23,9 @@ class Swift:
     (``policy_swift_balancer.py`` of github.com/vllm-project/vllm-ascend). Starts from the old
     placement, or from `eplb_opt.placers.first_placement`. Empty slots stay empty.
 
-    Like the original it takes the mean of layer 0 for that of every layer, so that loads of
-    different size per layer keep it from changing a layer, or make it accept a worse one. Its
-    later versions shrink a load per copy too little as they grant copies (by 2/3 for the second);
-    this follows the earlier ones and vLLM's.
+    Two weaknesses of the original are kept. It takes the mean of layer 0 for that of every layer,
+    so that loads of different size per layer keep it from changing a layer, or make it accept a
+    worse one. And loads per copy shrink too little as copies are granted, by 2/3 for the second.
 
     Raises
     ------

@@ -1,6 +1,6 @@
 // Repairs copies that share a GPU, without raising the peak more than need be.
 //
-// Where every expert has all its slots on one node, each node is repaired by itself; else all GPUs together.
+// Each node is repaired by itself: an expert that has all its slots on one keeps them there.
 // 1. Copies beyond one per GPU with filled slots: the expert's last slot on a GPU that holds it more than
 //    once (the last such GPU) goes to the expert with the largest load per copy that has fewer copies than
 //    that; ties to fewer copies, then the lower id. If none has, the slot is freed.
@@ -31,10 +31,6 @@ class Distinct {
         experts_ = static_cast<std::int32_t>(load.size()), width_ = slots_per_gpu;
         if (!shared(slots, gpus)) return;
         const std::int32_t node_gpus = gpus / nodes;
-        if (nodes == 1 || !confined(slots, nodes, node_gpus)) {
-            repair_node(load, gpus, slots);
-            return;
-        }
         for (std::int32_t n = 0; n < nodes; ++n, slots += node_gpus * width_) repair_node(load, node_gpus, slots);
     }
 
@@ -56,17 +52,6 @@ class Distinct {
                 seen_[e] = g;
             }
         return false;
-    }
-
-    bool confined(const std::int32_t* slots, std::int32_t nodes, std::int32_t node_gpus) {
-        seen_.assign(experts_, -1);
-        for (std::int32_t p = 0; p < nodes * node_gpus * width_; ++p) {
-            const std::int32_t e = slots[p], node = p / (node_gpus * width_);
-            if (e < 0) continue;
-            if (seen_[e] >= 0 && seen_[e] != node) return false;
-            seen_[e] = node;
-        }
-        return true;
     }
 
     void repair_node(std::span<const double> load, std::int32_t gpus, std::int32_t* slots) {

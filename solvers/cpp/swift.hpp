@@ -4,7 +4,8 @@
 // 1. The first slot of each expert, counted slot by slot and GPU by GPU within a slot, is its home; all
 //    other filled slots are freed.
 // 2. Every freed slot: one more copy to the expert with the largest load per copy, ties to the higher id,
-//    none beyond one per GPU.
+//    none beyond one per GPU. The load per copy shrinks by 2/3, 3/4, ..., where a share would by 1/2, 2/3,
+//    ...: a weakness that is kept.
 // 3. The extra copies by falling load per copy, ties to the lower id: to the lightest GPU with a freed slot
 //    (its last) that does not hold the expert and has got none from the expert's home; the lowest on a
 //    tie. One that finds no GPU is dropped.
@@ -111,7 +112,7 @@ class Swift {
                 if (extra_[e] + 1 < gpus_ && (best < 0 || share_[e] >= share_[best])) best = e;
             if (best < 0) return;
             const std::int32_t extra = extra_[best]++;
-            share_[best] = share_[best] * (extra + 1) / (extra + 2);
+            share_[best] = share_[best] * (extra + 2) / (extra + 3);
         }
     }
 
