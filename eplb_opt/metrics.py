@@ -107,10 +107,11 @@ def equal_split(placement: Placement, load: NDArray[np.float64]) -> NDArray[np.f
 
 
 def count_moves(previous: Placement, placement: Placement) -> NDArray[np.int64]:
-    """Return int64 ``[layers]``: weights that GPUs must receive, for both have the same GPUs.
+    """Return int64 ``[layers]``: weights that GPUs must receive to get from one to the other.
 
     An expert counts once on each GPU that holds it now and did not before; what changes slots
-    within a GPU does not.
+    within a GPU does not. Both placements have the same layers, GPUs and experts.
+    O(slots log slots).
 
     Examples
     --------
@@ -118,13 +119,14 @@ def count_moves(previous: Placement, placement: Placement) -> NDArray[np.int64]:
     >>> count_moves(old, new).tolist()
     [1]
     """
-    return np.asarray((_held(placement) & ~_held(previous)).sum(axis=(1, 2), dtype=np.int64))
+    arrived = np.setdiff1d(_held(placement), _held(previous))
+    per_layer = placement.num_gpus * placement.num_experts
+    moves = np.bincount(arrived // per_layer, minlength=placement.num_layers)
+    return np.asarray(moves, dtype=np.int64)
 
 
-def _held(placement: Placement) -> NDArray[np.bool_]:
-    """Return bool [layers, gpus, experts]: whether a GPU holds an expert."""
-    layers, gpus = placement.num_layers, placement.num_gpus
-    held = np.zeros((layers, gpus, placement.num_experts + 1), np.bool_)
-    slots = placement.slots.reshape(layers, gpus, -1)
-    held[np.arange(layers)[:, None, None], np.arange(gpus)[None, :, None], slots] = True
-    return held[..., :-1]
+def _held(placement: Placement) -> NDArray[np.int64]:
+    """Return one number for every layer, GPU and expert that it holds; layer by layer."""
+    gpu = np.arange(placement.num_layers * placement.num_gpus)[:, None]
+    slots = placement.slots.reshape(len(gpu), -1)
+    return np.asarray((gpu * placement.num_experts + slots)[slots != EMPTY], dtype=np.int64)

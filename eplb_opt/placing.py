@@ -181,6 +181,10 @@ def solve_placement(
     )
     placed = resolve_placer(method).place(problem)
     slots = placed.slots
+    if slots.shape != problem.shape:
+        raise InvalidPlacementError(
+            f"{method} answered slots of shape {slots.shape} where {problem.shape} was asked for"
+        )
     if distinct:
         slots = np.array(slots, dtype=np.int32, order="C")
         _core.make_distinct(mean, placed.nodes, slots)

@@ -348,6 +348,22 @@ def test_a_placer_of_ones_own() -> None:
     assert plan.note == "backwards"
 
 
+class OneSlot:
+    """A placer that answers in the wrong shape."""
+
+    summary: ClassVar[str] = "one slot"
+
+    def place(self, problem: PlacementProblem) -> Placed:
+        """Place one expert."""
+        return Placed(np.zeros((1, 1, 1), np.int32))
+
+
+def test_a_placer_that_answers_in_another_shape() -> None:
+    """It is refused, with the shape that was asked for."""
+    with pytest.raises(InvalidPlacementError, match=r"shape \(1, 1, 1\) where \(1, 2, 1\) was"):
+        solve_placement([1], num_gpus=2, slots_per_gpu=1, method=OneSlot())
+
+
 def test_rounding_decides_nothing() -> None:
     """One GPU holds every load, so each layer is optimal, whatever the order of its sums."""
     load = np.random.default_rng(0).random((200, 16))

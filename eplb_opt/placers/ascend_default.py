@@ -24,7 +24,7 @@ class AscendDefault:
 
     Notes
     -----
-    O(redundant x experts + experts x slots) per layer, in the compiled core.
+    O(redundant x experts x log experts + experts x slots) per layer, in the compiled core.
 
     Examples
     --------

@@ -12,7 +12,7 @@
 //    to list order, which becomes the order of that nearness.
 // The peak it reports keeps the loads per copy as they were when each replica was placed.
 // GPUs may have unequal room (empty slots of an old placement): one without room takes no part.
-// Time O(R E + E G S) and O(E log E + E S) per repair.
+// Time O(R E log E + E G S), and O(E log E + E S) per repair.
 #pragma once
 
 #include <algorithm>
