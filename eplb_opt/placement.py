@@ -75,8 +75,6 @@ class Placement:
         self._layered = given.ndim == 3
         self._num_experts = num_experts
         self._allow_missing = allow_missing
-        #: The placement as the compiled solvers read it.
-        self.core = _core.Placement(self._slots, self._num_experts)
 
     @classmethod
     def from_physical_to_logical(
@@ -186,6 +184,11 @@ class Placement:
         return self._num_experts
 
     @cached_property
+    def core(self) -> _core.Placement:
+        """The placement as the compiled routers read it; made when it is first asked for."""
+        return _core.Placement(self._slots, self._num_experts)
+
+    @cached_property
     def expert_of(self) -> NDArray[np.int32]:
         """Int32 ``[layers, P]``: the physical-to-logical map, -1 where empty."""
         return self._slots.reshape(self.num_layers, -1)
@@ -210,11 +213,14 @@ class Placement:
     @cached_property
     def replica_index(self) -> NDArray[np.int64]:
         """Int64 ``[layers, P]``: which of its expert's replicas a slot is, by physical id."""
-        index = np.empty(self.expert_of.shape, dtype=np.int64)
-        for row, out in zip(self.expert_of, index, strict=True):
-            order = np.argsort(row, kind="stable")
-            by_expert = row[order]
-            out[order] = np.arange(row.size) - np.searchsorted(by_expert, by_expert)
+        ids = self.expert_of.astype(np.int16)  # which numpy sorts by radix
+        order = np.argsort(ids, axis=1, kind="stable")
+        by_expert = np.take_along_axis(self.expert_of, order, axis=1)
+        place = np.arange(by_expert.shape[1])
+        first = np.zeros(by_expert.shape, dtype=np.int64)  # where the run of an expert begins
+        first[:, 1:] = np.where(by_expert[:, 1:] != by_expert[:, :-1], place[1:], 0)
+        index = np.empty(by_expert.shape, dtype=np.int64)
+        np.put_along_axis(index, order, place - np.maximum.accumulate(first, axis=1), axis=1)
         return _frozen(index)
 
     @cached_property
@@ -337,13 +343,14 @@ def _check_slots(array: NDArray[np.integer[Any]], num_experts: int, allow_missin
         )
     if allow_missing:
         return
-    for layer, row in enumerate(array):
-        present = np.zeros(num_experts + 1, dtype=np.bool_)
-        present[row] = True
-        missing = np.flatnonzero(~present[:num_experts])
-        if missing.size:
-            raise InvalidPlacementError(
-                f"layer {layer}: expert {missing[0]} has no replica"
-                + (f" (nor have {missing.size - 1} more)" if missing.size > 1 else "")
-                + "; pass allow_missing=True if that is meant"
-            )
+    layers = np.arange(len(array))[:, None]
+    present = np.zeros((len(array), num_experts + 1), dtype=np.bool_)
+    present[layers, array.reshape(len(array), -1)] = True
+    if not present[:, :num_experts].all():
+        layer, _ = np.argwhere(~present[:, :num_experts])[0]
+        missing = np.flatnonzero(~present[layer, :num_experts])
+        raise InvalidPlacementError(
+            f"layer {layer}: expert {missing[0]} has no replica"
+            + (f" (nor have {missing.size - 1} more)" if missing.size > 1 else "")
+            + "; pass allow_missing=True if that is meant"
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -11,8 +12,9 @@ from numpy.typing import ArrayLike, NDArray
 from eplb_opt import _core
 from eplb_opt.arrays import as_array
 from eplb_opt.errors import InvalidPlacementError, InvalidTokensError
+from eplb_opt.metrics import PlacementMetrics, count_moves
 from eplb_opt.placement import Placement, require_slots
-from eplb_opt.placers import PlacementMethod, resolve_placer
+from eplb_opt.placers import PlacementMethod, PlacementProblem, resolve_placer
 from eplb_opt.status import Status
 
 __all__ = ["PlacementPlan", "as_load", "solve_placement"]
@@ -35,6 +37,15 @@ class PlacementPlan:
         every expert's load is split equally over its copies.
     bound
         Float64, the same shape: the mean load of a GPU, which no placement gets below.
+    metrics
+        The placement by the measures that engines print; always with a layer axis.
+    before
+        The same of the placement that was served before, on the same load; None without one.
+    moves
+        Int64, as `makespan`: weights that GPUs must receive (`eplb_opt.metrics.count_moves`); None
+        without a previous placement.
+    note
+        What the method decided by itself, such as a form that it fell back to; may be empty.
 
     Examples
     --------
@@ -48,6 +59,10 @@ class PlacementPlan:
     placement: Placement
     makespan: NDArray[np.float64]
     bound: NDArray[np.float64]
+    metrics: PlacementMetrics
+    before: PlacementMetrics | None = None
+    moves: NDArray[np.int64] | None = None
+    note: str = ""
 
     @property
     def balance(self) -> NDArray[np.float64]:
@@ -64,7 +79,7 @@ class PlacementPlan:
     @property
     def duplicates(self) -> int:
         """Slots, over all layers, whose expert has an earlier slot on the same GPU."""
-        return sum(1 for _ in self.placement.duplicates())
+        return int(self.metrics.duplicates.sum())
 
 
 def solve_placement(
@@ -72,7 +87,11 @@ def solve_placement(
     *,
     num_gpus: int,
     slots_per_gpu: int,
+    num_nodes: int = 1,
+    num_groups: int = 1,
+    previous: Placement | ArrayLike | None = None,
     method: str | PlacementMethod = "deepseek",
+    distinct: bool = False,
 ) -> PlacementPlan:
     """Decide which experts get copies and where every copy lives.
 
@@ -81,11 +100,26 @@ def solve_placement(
     load
         Int or float ``[layers, experts]`` (or ``[experts]``): tokens of each expert, or any measure
         of its load; finite, not negative. A layer without any load is spread evenly. At most 4,096
-        experts.
+        experts. Or several windows of time, ``[windows, layers, experts]``: methods that do not
+        take windows place for their mean, and the plan is measured on it.
     num_gpus, slots_per_gpu
         The slots to fill; at most 1,024 GPUs.
+    num_nodes
+        Nodes, joined inside by the fast link: that many runs of consecutive GPUs of equal length.
+    num_groups
+        Groups of experts that the model's gate picks together: that many runs of consecutive
+        experts of equal length.
+    previous
+        The placement that is served now (a `Placement`, or its slots): what the methods that change
+        a placement start from, and what moves are counted against. In the methods that look at it,
+        slots that are empty stay empty.
     method
-        A name from `eplb_opt.placement_methods`, or an instance.
+        A name from `eplb_opt.placement_methods`, with options as in ``"deepseek:form=global"``, or
+        an instance.
+    distinct
+        Repair what the method answers where two copies of an expert share a GPU: by swaps that keep
+        the peak at what it was where they can, within the nodes that the method kept experts to.
+        Copies beyond one per GPU go to other experts.
 
     Returns
     -------
@@ -101,11 +135,13 @@ def solve_placement(
     InfeasibleError
         More experts than slots; the message says how many are missing.
     InvalidPlacementError
-        More GPUs, experts or slots than are supported.
+        More GPUs, experts or slots than are supported; a previous placement of another shape or
+        with wrong ids, or one that the method cannot start from.
     ValueError
-        No GPUs, no slots, or an unknown method.
+        No GPUs, slots, nodes or groups; nodes that do not divide the GPUs, or groups that do not
+        divide the experts; an unknown method or option.
     TypeError
-        Numbers of GPUs or slots that are not integers.
+        Numbers of GPUs, slots, nodes or groups that are not integers.
 
     Notes
     -----
@@ -116,28 +152,59 @@ def solve_placement(
     >>> plan = solve_placement([90, 10, 10, 10], num_gpus=2, slots_per_gpu=3)
     >>> plan.placement.copies.tolist(), float(plan.makespan)
     ([[3, 1, 1, 1]], 70.0)
+
+    Distinct copies, one per GPU at most, and what it takes to get there:
+
+    >>> now = plan.placement
+    >>> plan = solve_placement(
+    ...     [90, 10, 10, 10], num_gpus=2, slots_per_gpu=3, previous=now, distinct=True
+    ... )
+    >>> plan.placement.slots.tolist(), float(plan.makespan), int(plan.moves)
+    ([[0, 1, 3], [0, 1, 2]], 60.0, 1)
     """
-    given = as_load(load)
-    layers = given if given.ndim == 2 else given[None]
+    windows, layered = _as_windows(load)
     gpus, per_gpu = _at_least_1(num_gpus, "num_gpus"), _at_least_1(slots_per_gpu, "slots_per_gpu")
-    experts = layers.shape[1]
-    if gpus > _core.MAX_GPUS or experts > _core.MAX_EXPERTS:
+    nodes, groups = _at_least_1(num_nodes, "num_nodes"), _at_least_1(num_groups, "num_groups")
+    experts = windows.shape[-1]
+    _require_sizes(experts, gpus, per_gpu)
+    _require_divides(nodes, "nodes", gpus, "GPUs")
+    _require_divides(groups, "groups", experts, "experts")
+    mean = windows[0] if len(windows) == 1 else windows.mean(axis=0)
+    problem = PlacementProblem(
+        windows,
+        mean,
+        gpus,
+        per_gpu,
+        nodes,
+        groups,
+        _as_previous(previous, (len(mean), gpus, per_gpu), experts),
+    )
+    placed = resolve_placer(method).place(problem)
+    slots = placed.slots
+    if slots.shape != problem.shape:
         raise InvalidPlacementError(
-            f"{experts} experts per layer on {gpus} GPUs; at most {_core.MAX_EXPERTS} experts and "
-            f"{_core.MAX_GPUS} GPUs are supported"
+            f"{method} answered slots of shape {slots.shape} where {problem.shape} was asked for"
         )
-    if gpus * per_gpu > MAX_SLOTS:
-        raise InvalidPlacementError(
-            f"{gpus} x {per_gpu} slots; physical ids are int32, {MAX_SLOTS} at most"
-        )
-    require_slots(experts, gpus * per_gpu)
-    slots = resolve_placer(method).place(layers, gpus, per_gpu)
-    placement = Placement(slots if given.ndim == 2 else slots[0], num_experts=experts)
-    makespan = _equal_split(placement, layers).max(axis=-1)
-    bound = np.minimum(layers.sum(axis=-1) / gpus, makespan)  # they may differ by rounding
-    if given.ndim == 1:
-        makespan, bound = makespan[0], bound[0]
-    return PlacementPlan(placement, np.asarray(makespan), np.asarray(bound))
+    if distinct:
+        slots = np.array(slots, dtype=np.int32, order="C")
+        _core.make_distinct(mean, placed.nodes, slots)
+    placement = Placement(slots if layered else slots[0], num_experts=experts)
+    return _measured(problem, placement, placed.note)
+
+
+def _measured(problem: PlacementProblem, placement: Placement, note: str) -> PlacementPlan:
+    load = problem.load
+    metrics = PlacementMetrics.of(placement, load)
+    makespan = metrics.peak
+    bound = np.minimum(load.sum(axis=-1) / problem.num_gpus, makespan)  # may differ by rounding
+    moves, before = None, None
+    if problem.previous is not None:
+        before = PlacementMetrics.of(problem.previous, load)
+        moves = count_moves(problem.previous, placement)
+    if not placement.layered:
+        makespan, bound = np.asarray(makespan[0]), np.asarray(bound[0])
+        moves = None if moves is None else np.asarray(moves[0])
+    return PlacementPlan(placement, makespan, bound, metrics, before, moves, note)
 
 
 def as_load(load: ArrayLike) -> NDArray[np.float64]:
@@ -154,24 +221,93 @@ def as_load(load: ArrayLike) -> NDArray[np.float64]:
     >>> as_load([3, 0, 1])
     array([3., 0., 1.])
     """
+    return _checked(load, {1: "[experts]", 2: "[layers, experts]"})
+
+
+def _as_windows(load: ArrayLike) -> tuple[NDArray[np.float64], bool]:
+    """Return a checked load as float64 [windows, layers, experts], and if it had a layer axis."""
+    axes = {1: "[experts]", 2: "[layers, experts]", 3: "[windows, layers, experts]"}
+    checked = _checked(load, axes)
+    shape = (1,) * (3 - checked.ndim) + checked.shape
+    return checked.reshape(shape), checked.ndim > 1
+
+
+def _checked(load: ArrayLike, axes: dict[int, str]) -> NDArray[np.float64]:
     array = as_array(load, "load", InvalidTokensError)
-    if array.dtype.kind not in "iuf" or array.ndim not in (1, 2) or 0 in array.shape:
+    if array.dtype.kind not in "iuf" or array.ndim not in axes or 0 in array.shape:
         raise InvalidTokensError(
-            f"load must be numbers [layers, experts] or [experts], "
+            f"load must be numbers {' or '.join(reversed(axes.values()))}, "
             f"not {array.dtype} of shape {array.shape}"
         )
     wrong = ~(np.isfinite(array) & (array >= 0))
     if wrong.any():
         at = tuple(int(i) for i in np.argwhere(wrong)[0])
-        place = f"layer {at[0]}, expert {at[1]}" if array.ndim == 2 else f"expert {at[0]}"
-        raise InvalidTokensError(f"{place} has load {array[at]}; loads are finite and not negative")
+        raise InvalidTokensError(
+            f"{_place(at)} has load {array[at]}; loads are finite and not negative"
+        )
     checked = np.ascontiguousarray(array, dtype=np.float64)
     with np.errstate(over="ignore"):
-        overflows = np.flatnonzero(np.isinf(checked.sum(axis=-1)))
+        sums = checked.sum(axis=-1)
+        if checked.ndim == 3:
+            sums = sums.sum(axis=0)
+        overflows = np.flatnonzero(np.isinf(sums))
     if overflows.size:
-        place = f" of layer {overflows[0]}" if array.ndim == 2 else ""
+        place = f" of layer {overflows[0]}" if array.ndim > 1 else ""
         raise InvalidTokensError(f"the loads{place} have no finite sum; scale them down")
     return checked
+
+
+def _place(at: tuple[int, ...]) -> str:
+    names = ("window", "layer", "expert")[-len(at) :]
+    return ", ".join(f"{name} {i}" for name, i in zip(names, at, strict=True))
+
+
+def _as_previous(
+    previous: Placement | ArrayLike | None, shape: tuple[int, int, int], experts: int
+) -> Placement | None:
+    if previous is None:
+        return None
+    if isinstance(previous, Placement):
+        slots: NDArray[Any] = previous.slots
+    else:
+        slots = as_array(previous, "previous", InvalidPlacementError)
+    if slots.ndim not in (2, 3) or (1,) * (3 - slots.ndim) + slots.shape != shape:
+        raise InvalidPlacementError(
+            f"previous must have slots {list(shape)} (layers, GPUs, slots), "
+            f"not of shape {slots.shape}"
+        )
+    try:
+        return Placement(slots.reshape(shape), experts, allow_missing=True)
+    except InvalidPlacementError as error:
+        raise InvalidPlacementError(f"previous: {error}") from None
+
+
+def _require_sizes(experts: int, gpus: int, per_gpu: int) -> None:
+    if gpus > _core.MAX_GPUS or experts > _core.MAX_EXPERTS:
+        raise InvalidPlacementError(
+            f"{experts} experts per layer on {gpus} GPUs; at most {_core.MAX_EXPERTS} experts and "
+            f"{_core.MAX_GPUS} GPUs are supported"
+        )
+    if gpus * per_gpu > MAX_SLOTS:
+        raise InvalidPlacementError(
+            f"{gpus} x {per_gpu} slots; physical ids are int32, {MAX_SLOTS} at most"
+        )
+    require_slots(experts, gpus * per_gpu)
+
+
+def _require_divides(parts: int, name: str, whole: int, of_what: str) -> None:
+    if whole % parts:
+        raise ValueError(
+            f"{parts} {name} do not divide {whole} {of_what}; they are of equal size, so "
+            f"{_nearest_divisors(whole, parts)} would do"
+        )
+
+
+def _nearest_divisors(whole: int, parts: int) -> str:
+    divisors = [d for d in range(1, whole + 1) if whole % d == 0]
+    below = [d for d in divisors if d < parts][-1:]
+    above = [d for d in divisors if d > parts][:1]
+    return " or ".join(map(str, below + above))
 
 
 def _at_least_1(count: int, name: str) -> int:
@@ -182,12 +318,3 @@ def _at_least_1(count: int, name: str) -> int:
     if given < 1:
         raise ValueError(f"{name} must be at least 1, not {given}")
     return given
-
-
-def _equal_split(placement: Placement, load: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return float64 [layers, gpus]: the GPUs' load when copies share an expert's load equally."""
-    layer = np.arange(placement.num_layers)[:, None]
-    expert = np.maximum(placement.expert_of, 0)
-    share = load[layer, expert] / np.maximum(placement.copies[layer, expert], 1)
-    share = np.where(placement.expert_of >= 0, share, 0.0)
-    return np.asarray(share.reshape(placement.num_layers, placement.num_gpus, -1).sum(axis=-1))

@@ -4,13 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
-from eplb_opt.placers.base import PlacementMethod
+from eplb_opt.options import make_method
+from eplb_opt.placers.ascend_default import AscendDefault
+from eplb_opt.placers.ascend_random import AscendRandom
+from eplb_opt.placers.base import Placed, PlacementMethod, PlacementProblem, first_placement
 from eplb_opt.placers.deepseek import DeepSeek
+from eplb_opt.placers.flashlb import FlashLb
+from eplb_opt.placers.swift import Swift
+from eplb_opt.placers.trtllm import TrtLlm
 
-__all__ = ["DeepSeek", "PlacementMethod", "placement_methods", "resolve_placer"]
+__all__ = [
+    "AscendDefault",
+    "AscendRandom",
+    "DeepSeek",
+    "FlashLb",
+    "Placed",
+    "PlacementMethod",
+    "PlacementProblem",
+    "Swift",
+    "TrtLlm",
+    "first_placement",
+    "placement_methods",
+    "resolve_placer",
+]
 
-_METHODS: Mapping[str, type[PlacementMethod]] = MappingProxyType({"deepseek": DeepSeek})
+_METHODS: Mapping[str, type[Any]] = MappingProxyType(
+    {
+        "deepseek": DeepSeek,
+        "trtllm": TrtLlm,
+        "ascend-random": AscendRandom,
+        "ascend-default": AscendDefault,
+        "swift": Swift,
+        "flashlb": FlashLb,
+    }
+)
 
 
 def placement_methods() -> dict[str, str]:
@@ -18,31 +47,33 @@ def placement_methods() -> dict[str, str]:
 
     Examples
     --------
-    >>> print(placement_methods()["deepseek"])
-    DeepSeek EPLB, global: replicate the hottest, pack the heaviest first
+    >>> print(placement_methods()["swift"])
+    vLLM-Ascend policy 2: regrant copies, then a few swaps
     """
     return {name: method.summary for name, method in _METHODS.items()}
 
 
 def resolve_placer(method: str | PlacementMethod) -> PlacementMethod:
-    """Return the placement method that a name or an instance stands for.
+    """Return the placement method that a name, a name with options or an instance stands for.
 
     Raises
     ------
     ValueError
-        An unknown name; the message lists the known.
+        An unknown name or option; the message lists the known.
     TypeError
         Neither a name nor an instance of a method.
 
     Examples
     --------
-    >>> resolve_placer("deepseek")
-    DeepSeek()
+    >>> resolve_placer("deepseek:form=global")
+    DeepSeek(form='global')
     """
     if isinstance(method, type) or not (isinstance(method, str) or hasattr(method, "place")):
         raise TypeError(f"method must be a name or an instance of a method, not {method!r}")
     if not isinstance(method, str):
         return method
-    if method not in _METHODS:
-        raise ValueError(f"unknown placement method {method!r}; known: {', '.join(_METHODS)}")
-    return _METHODS[method]()
+    name, _, options = method.partition(":")
+    if name not in _METHODS:
+        raise ValueError(f"unknown placement method {name!r}; known: {', '.join(_METHODS)}")
+    made: PlacementMethod = make_method(name, _METHODS[name], options)
+    return made

@@ -1,13 +1,121 @@
-"""What a placement method is."""
+"""What a placement method is, what it is asked and what it answers."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["PlacementMethod"]
+from eplb_opt.errors import InfeasibleError, InvalidPlacementError
+from eplb_opt.placement import EMPTY, Placement
+
+__all__ = ["Placed", "PlacementMethod", "PlacementProblem", "first_placement"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacementProblem:
+    """What a placement method is asked; checked.
+
+    Attributes
+    ----------
+    windows
+        Float64 ``[windows, layers, experts]``: the loads of one or more spans of time; contiguous,
+        finite, not negative.
+    load
+        Float64 ``[layers, experts]``: their mean, which methods that ignore windows place for.
+    num_gpus, slots_per_gpu
+        The slots to fill, at least as many as experts.
+    num_nodes
+        Nodes of consecutive GPUs, equally many each.
+    num_groups
+        Groups of consecutive experts, equally many each.
+    previous
+        The placement that is served now, or None; an expert may be missing.
+    """
+
+    windows: NDArray[np.float64]
+    load: NDArray[np.float64]
+    num_gpus: int
+    slots_per_gpu: int
+    num_nodes: int = 1
+    num_groups: int = 1
+    previous: Placement | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Layers, GPUs, slots: the shape of an answer."""
+        return (self.load.shape[0], self.num_gpus, self.slots_per_gpu)
+
+    def new_slots(self) -> NDArray[np.int32]:
+        """Return an answer to be: int32 of `shape`, all empty."""
+        return np.full(self.shape, EMPTY, np.int32)
+
+    def old_slots(self) -> NDArray[np.int32] | None:
+        """Return the slots of `previous`, int32 of `shape`, or None."""
+        return None if self.previous is None else self.previous.slots.reshape(self.shape)
+
+    def require_all_held(self, method: str) -> NDArray[np.int32]:
+        """Return the slots to start from: those of `previous`, or `first_placement`.
+
+        Raises
+        ------
+        InvalidPlacementError
+            If an expert is missing in `previous`; the message names it, its layer and the method.
+        """
+        slots = self.old_slots()
+        if self.previous is None or slots is None:
+            return first_placement(*self.shape, num_experts=self.load.shape[1])
+        missing = np.argwhere(self.previous.copies == 0)
+        if missing.size:
+            layer, expert = missing[0]
+            raise InvalidPlacementError(
+                f"previous, layer {layer}: expert {expert} has no replica, and {method} keeps one "
+                "of each where it is; place with a method that starts afresh"
+            )
+        return slots
+
+    def room(self) -> NDArray[np.int32]:
+        """Return int32 ``[layers, gpus]``: the slots to fill, where `previous` has them filled.
+
+        Raises
+        ------
+        InfeasibleError
+            If a layer has fewer of them than experts.
+        """
+        slots = self.old_slots()
+        if slots is None:
+            return np.full(self.shape[:2], self.slots_per_gpu, np.int32)
+        room = np.asarray((slots != EMPTY).sum(axis=-1, dtype=np.int32))
+        experts, filled = self.load.shape[1], room.sum(axis=-1)
+        short = np.flatnonzero(filled < experts)
+        if short.size:
+            raise InfeasibleError(
+                f"previous, layer {short[0]}: {experts} experts need {experts} slots and "
+                f"{filled[short[0]]} are filled; empty slots stay empty"
+            )
+        return room
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placed:
+    """What a placement method answers.
+
+    Attributes
+    ----------
+    slots
+        Int32 of `PlacementProblem.shape`: the expert in every slot, -1 where empty.
+    note
+        What the method decided by itself, such as a form that it fell back to; may be empty.
+    nodes
+        Nodes, each with all slots of its experts: what is repaired later stays within. 1 for a
+        method that does not keep experts to nodes.
+    """
+
+    slots: NDArray[np.int32]
+    note: str = ""
+    nodes: int = 1
 
 
 class PlacementMethod(Protocol):
@@ -20,9 +128,8 @@ class PlacementMethod(Protocol):
     >>> class InTurn:
     ...     summary = "experts in turn"
     ...
-    ...     def place(self, load, num_gpus, slots_per_gpu):
-    ...         turn = np.arange(num_gpus * slots_per_gpu, dtype=np.int32) % load.shape[1]
-    ...         return np.tile(turn, (len(load), 1)).reshape(len(load), num_gpus, slots_per_gpu)
+    ...     def place(self, problem):
+    ...         return Placed(first_placement(*problem.shape, num_experts=problem.load.shape[1]))
     >>> from eplb_opt.placing import solve_placement
     >>> plan = solve_placement([3, 2, 1], num_gpus=2, slots_per_gpu=2, method=InTurn())
     >>> plan.placement.slots.tolist(), float(plan.makespan)
@@ -31,8 +138,26 @@ class PlacementMethod(Protocol):
 
     summary: ClassVar[str]
 
-    def place(
-        self, load: NDArray[np.float64], num_gpus: int, slots_per_gpu: int
-    ) -> NDArray[np.int32]:
-        """Return int32 ``[layers, gpus, slots]`` for a checked load ``[layers, experts]``."""
+    def place(self, problem: PlacementProblem) -> Placed:
+        """Place the experts of all layers."""
         ...
+
+
+def first_placement(
+    layers: int, num_gpus: int, slots_per_gpu: int, *, num_experts: int
+) -> NDArray[np.int32]:
+    """Return the placement that vLLM and SGLang start with: expert p mod E in physical slot p.
+
+    Returns
+    -------
+    NDArray
+        Int32 ``[layers, gpus, slots]``.
+
+    Examples
+    --------
+    >>> first_placement(1, 2, 2, num_experts=3).tolist()
+    [[[0, 1], [2, 0]]]
+    """
+    physical = np.arange(num_gpus * slots_per_gpu, dtype=np.int32)
+    slots = (physical % num_experts).reshape(num_gpus, slots_per_gpu)
+    return np.tile(slots, (layers, 1, 1))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 from eplb_opt.objective import Objective
+from eplb_opt.options import make_method
 from eplb_opt.routers.base import Context, RoutingMethod, Solve, TimeLimit, Traits, finish
 from eplb_opt.routers.cp_sat import CpSat
 from eplb_opt.routers.flow import Flow
@@ -117,24 +117,5 @@ def _parse(spec: str, objective: Objective) -> RoutingMethod:
         cls = compiled_for(objective) or Optimal
     if cls is None:
         raise ValueError(f"unknown method {name!r}; known: optimal, {', '.join(_METHODS)}")
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    options: dict[str, object] = {}
-    for part in filter(None, given.split(",")):
-        key, _, value = part.partition("=")
-        if key not in fields:
-            known = ", ".join(fields) or "none"
-            raise ValueError(f"{name} has no option {key!r}; it has: {known}")
-        options[key] = _convert(name, key, value, fields[key].default)
-    made: RoutingMethod = cls(**options)
+    made: RoutingMethod = make_method(name, cls, given)
     return made
-
-
-def _convert(name: str, key: str, value: str, default: object) -> object:
-    """Read an option's text as the type of its default."""
-    try:
-        if isinstance(default, bool):
-            return {"true": True, "false": False}[value.lower()]
-        return type(default)(value)  # type: ignore[call-arg]
-    except (KeyError, ValueError):
-        expected = type(default).__name__
-        raise ValueError(f"{name}: {key}={value!r} is not a {expected}") from None

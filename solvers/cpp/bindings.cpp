@@ -10,17 +10,22 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/unique_ptr.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <limits>
 #include <memory>
 #include <optional>
+#include <span>
 #include <stdexcept>
 #include <utility>
 #include <vector>
 
+#include "ascend_default.hpp"
 #include "assign.hpp"
-#include "eplb.hpp"
+#include "deepseek.hpp"
+#include "distinct.hpp"
+#include "flashlb.hpp"
 #include "flow.hpp"
 #include "makespan.hpp"
 #include "matching.hpp"
@@ -28,6 +33,9 @@
 #include "parallel.hpp"
 #include "placement.hpp"
 #include "pricing.hpp"
+#include "slot_keeping.hpp"
+#include "swift.hpp"
+#include "trtllm.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -336,17 +344,184 @@ std::pair<std::int64_t, std::int32_t> assign(const Placement& placement, Array<c
     return {-1, -1};
 }
 
-void place_deepseek_layers(
-    nb::ndarray<nb::numpy, const double, nb::ndim<2>, nb::c_contig, nb::device::cpu> load,
-    nb::ndarray<nb::numpy, std::int32_t, nb::ndim<3>, nb::c_contig, nb::device::cpu> slots) {
+using Loads = nb::ndarray<nb::numpy, const double, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Samples = nb::ndarray<nb::numpy, const double, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+using Slots = nb::ndarray<nb::numpy, std::int32_t, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+using OldSlots = nb::ndarray<nb::numpy, const std::int32_t, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+
+// One layer of a placement in the making.
+struct Placed {
+    std::span<const double> load;
+    std::int32_t gpus, slots_per_gpu;
+    std::int32_t* slots;
+
+    std::size_t size() const { return static_cast<std::size_t>(gpus) * slots_per_gpu; }
+};
+
+// Calls place(layer, layer's number) for every layer, without the GIL.
+template <class Place>
+void each_layer(const Loads& load, const Slots& slots, Place&& place) {
     require(load.shape(0) == slots.shape(0), "one load per layer");
-    require(load.shape(1) <= slots.shape(1) * slots.shape(2), "at least as many slots as experts");
+    nb::gil_scoped_release unlocked;
     const auto gpus = static_cast<std::int32_t>(slots.shape(1)),
                per_gpu = static_cast<std::int32_t>(slots.shape(2));
+    for (std::size_t l = 0; l < load.shape(0); ++l) {
+        const Placed layer{std::span(load.data() + l * load.shape(1), load.shape(1)), gpus, per_gpu,
+                           slots.data() + l * gpus * per_gpu};
+        place(layer, l);
+    }
+}
+
+void require_slots(const Loads& load, const Slots& slots) {
+    require(load.shape(1) <= slots.shape(1) * slots.shape(2), "at least as many slots as experts");
+}
+
+// The placer must see ids in range only: it writes where they point.
+template <class Array>
+void require_experts(const Array& slots, std::size_t experts) {
+    const auto end = static_cast<std::int32_t>(experts);
+    require(
+        std::all_of(slots.data(), slots.data() + slots.size(), [&](std::int32_t e) { return e >= -1 && e < end; }),
+        "expert ids in range");
+}
+
+void require_previous(const Loads& load, const OldSlots& previous, const Slots& slots) {
+    require(previous.shape(0) == slots.shape(0) && previous.shape(1) == slots.shape(1) &&
+                previous.shape(2) == slots.shape(2),
+            "old and new slots alike");
+    require_experts(previous, load.shape(1));
+}
+
+void require_nodes(const Slots& slots, std::int32_t nodes) {
+    require(nodes >= 1 && slots.shape(1) % nodes == 0, "nodes divide the GPUs");
+}
+
+void place_deepseek_layers(Loads load, std::int32_t groups, std::int32_t nodes, Slots slots) {
+    require_slots(load, slots);
+    require_nodes(slots, nodes);
+    require(groups >= 1 && groups % nodes == 0 && load.shape(1) % groups == 0,
+            "groups divide over the nodes, experts over the groups");
+    each_layer(load, slots, [&](const Placed& layer, std::size_t) {
+        place_deepseek(layer.load, groups, nodes, layer.gpus, layer.slots_per_gpu, layer.slots);
+    });
+}
+
+void place_trtllm_layers(Loads load, Slots slots) {
+    require_slots(load, slots);
+    each_layer(load, slots, [&](const Placed& layer, std::size_t) {
+        place_trtllm(layer.load, layer.gpus, layer.slots_per_gpu, layer.slots);
+    });
+}
+
+using Rooms = nb::ndarray<nb::numpy, const std::int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+// `room` is [layers, gpus]: the slots that a GPU may fill.
+void require_room(std::size_t experts, const Rooms& room, const Slots& slots) {
+    require(room.shape(0) == slots.shape(0) && room.shape(1) == slots.shape(1), "one room per GPU");
+    for (std::size_t l = 0; l < room.shape(0); ++l) {
+        std::size_t total = 0;
+        for (std::size_t g = 0; g < room.shape(1); ++g) {
+            const std::int32_t r = room(l, g);
+            require(r >= 0 && r <= static_cast<std::int32_t>(slots.shape(2)), "rooms within the slots");
+            total += r;
+        }
+        require(total >= experts, "at least as much room as experts");
+    }
+}
+
+std::span<const std::int32_t> room_of(const Rooms& room, std::size_t layer) {
+    return std::span(room.data() + layer * room.shape(1), room.shape(1));
+}
+
+void place_ascend_default(Loads load, Rooms room, Slots slots, Array<double> peaks) {
+    require_room(load.shape(1), room, slots);
+    require(peaks.size() == load.shape(0), "one peak per layer");
+    AscendDefault placer;
+    each_layer(load, slots, [&](const Placed& layer, std::size_t l) {
+        peaks.data()[l] = placer.place(layer.load, room_of(room, l), layer.slots_per_gpu, layer.slots);
+    });
+}
+
+void place_swift(Loads load, OldSlots previous, Slots slots, Array<double> peaks) {
+    require_previous(load, previous, slots);
+    require(peaks.size() == load.shape(0), "one peak per layer");
+    Swift placer;
+    double mean = 0;
+    for (std::size_t e = 0; e < load.shape(1); ++e) mean += load(0, e);
+    mean /= static_cast<double>(slots.shape(1));
+    each_layer(load, slots, [&](const Placed& layer, std::size_t l) {
+        peaks.data()[l] = placer.place(layer.load, previous.data() + l * layer.size(), layer.gpus,
+                                       layer.slots_per_gpu, mean, layer.slots);
+    });
+}
+
+// Calls visit(samples of the layer as [count, experts], its slots, layer) for every layer, without the GIL.
+template <class Array, class Visit>
+void each_layers_samples(const Samples& samples, const Array& slots, Visit&& visit) {
+    const std::size_t count = samples.shape(0), layers = samples.shape(1), experts = samples.shape(2);
+    require(count > 0 && slots.shape(0) == layers, "samples, and one placement per layer");
     nb::gil_scoped_release unlocked;
-    for (std::size_t l = 0; l < load.shape(0); ++l)
-        place_deepseek(std::span(load.data() + l * load.shape(1), load.shape(1)), gpus, per_gpu,
-                       slots.data() + l * gpus * per_gpu);
+    std::vector<double> of_layer(count * experts);
+    for (std::size_t l = 0; l < layers; ++l) {
+        for (std::size_t t = 0; t < count; ++t)
+            std::copy_n(samples.data() + (t * layers + l) * experts, experts, of_layer.data() + t * experts);
+        visit(std::span<const double>(of_layer), slots.data() + l * slots.shape(1) * slots.shape(2), l);
+    }
+}
+
+void place_flashlb(Samples samples, Rooms room, Slots slots, double z, std::int32_t depth, std::int32_t width,
+                   Array<double> scores) {
+    require_room(samples.shape(2), room, slots);
+    require(depth >= 1 && width >= 0 && z >= 0, "a group at least, and no negative width or z");
+    require(scores.size() == samples.shape(1), "one score per layer");
+    const auto experts = static_cast<std::int32_t>(samples.shape(2)),
+               per_gpu = static_cast<std::int32_t>(slots.shape(2));
+    FlashLb placer;
+    each_layers_samples(samples, slots, [&](std::span<const double> of_layer, std::int32_t* out, std::size_t l) {
+        scores.data()[l] = placer.place(of_layer, experts, room_of(room, l), per_gpu, {z, depth, width}, out);
+    });
+}
+
+// The scores that FlashLB gives a placement.
+void score_flashlb(Samples samples, OldSlots slots, Array<double> scores) {
+    require(scores.size() == samples.shape(1), "one score per layer");
+    require_experts(slots, samples.shape(2));
+    const auto experts = static_cast<std::int32_t>(samples.shape(2)),
+               gpus = static_cast<std::int32_t>(slots.shape(1)),
+               per_gpu = static_cast<std::int32_t>(slots.shape(2));
+    each_layers_samples(samples, slots,
+                        [&](std::span<const double> of_layer, const std::int32_t* at, std::size_t l) {
+                            scores.data()[l] = flash_score(of_layer, experts, gpus, per_gpu, at);
+                        });
+}
+
+// Gives the rows of `slots` to GPUs so that most experts stay where `previous` has them.
+void reslot_layers(OldSlots previous, std::int32_t experts, Slots slots) {
+    require(previous.size() == slots.size(), "old and new slots alike");
+    require_experts(previous, experts);
+    require_experts(slots, experts);
+    nb::gil_scoped_release unlocked;
+    const auto gpus = static_cast<std::int32_t>(slots.shape(1)),
+               per_gpu = static_cast<std::int32_t>(slots.shape(2));
+    for (std::size_t l = 0; l < slots.shape(0); ++l)
+        reslot(previous.data() + l * gpus * per_gpu, gpus, per_gpu, experts, slots.data() + l * gpus * per_gpu);
+}
+
+void keep_slots_layers(OldSlots previous, Slots slots) {
+    require(previous.size() == slots.size(), "old and new slots alike");
+    nb::gil_scoped_release unlocked;
+    const std::size_t per_gpu = slots.shape(2);
+    for (std::size_t row = 0; row < slots.size(); row += per_gpu)
+        keep_slots({previous.data() + row, per_gpu}, {slots.data() + row, per_gpu});
+}
+
+void make_distinct(Loads load, std::int32_t nodes, Slots slots) {
+    require_nodes(slots, nodes);
+    require_experts(slots, load.shape(1));
+    Distinct distinct;
+    each_layer(load, slots, [&](const Placed& layer, std::size_t) {
+        distinct.repair(layer.load, layer.gpus, layer.slots_per_gpu, nodes, layer.slots);
+    });
 }
 
 }  // namespace
@@ -380,5 +555,17 @@ NB_MODULE(_core, m) {
     m.def("prove_tokens", &prove<Flow>, "placement"_a, "tokens"_a, "answer"_a, "threads"_a);
     m.def("assign", &assign, "placement"_a, "routed"_a.noconvert(), "topk_ids"_a.noconvert(),
           "physical"_a.noconvert());
-    m.def("place_deepseek", &place_deepseek_layers, "load"_a.noconvert(), "slots"_a.noconvert());
+    m.def("place_deepseek", &place_deepseek_layers, "load"_a.noconvert(), "groups"_a, "nodes"_a,
+          "slots"_a.noconvert());
+    m.def("place_trtllm", &place_trtllm_layers, "load"_a.noconvert(), "slots"_a.noconvert());
+    m.def("place_ascend_default", &place_ascend_default, "load"_a.noconvert(), "room"_a.noconvert(),
+          "slots"_a.noconvert(), "peaks"_a.noconvert());
+    m.def("place_swift", &place_swift, "load"_a.noconvert(), "previous"_a.noconvert(), "slots"_a.noconvert(),
+          "peaks"_a.noconvert());
+    m.def("place_flashlb", &place_flashlb, "samples"_a.noconvert(), "room"_a.noconvert(), "slots"_a.noconvert(),
+          "z"_a, "depth"_a, "width"_a, "scores"_a.noconvert());
+    m.def("score_flashlb", &score_flashlb, "samples"_a.noconvert(), "slots"_a.noconvert(), "scores"_a.noconvert());
+    m.def("reslot", &reslot_layers, "previous"_a.noconvert(), "experts"_a, "slots"_a.noconvert());
+    m.def("keep_slots", &keep_slots_layers, "previous"_a.noconvert(), "slots"_a.noconvert());
+    m.def("make_distinct", &make_distinct, "load"_a.noconvert(), "nodes"_a, "slots"_a.noconvert());
 }

@@ -19,10 +19,14 @@
 #include <utility>
 #include <vector>
 
+#include "ascend_default.hpp"
 #include "assign.hpp"
+#include "assignment.hpp"
 #include "branching.hpp"
 #include "choices.hpp"
-#include "eplb.hpp"
+#include "deepseek.hpp"
+#include "distinct.hpp"
+#include "flashlb.hpp"
 #include "flow.hpp"
 #include "gpu_set.hpp"
 #include "makespan.hpp"
@@ -32,6 +36,8 @@
 #include "placement.hpp"
 #include "pricing.hpp"
 #include "problem.hpp"
+#include "swift.hpp"
+#include "trtllm.hpp"
 
 // Counts what is allocated: the solvers must not.
 std::atomic<std::int64_t> allocations{0};
@@ -982,6 +988,7 @@ Ids naive_deepseek(const std::vector<double>& load, std::int32_t gpus, std::int3
         ++copies[best];
         replicas.push_back(best);
     }
+    if (slots_per_gpu == 1) return replicas;
     std::vector<double> filled(gpus, 0.0);
     Ids slots(gpus * slots_per_gpu, -1), used(gpus, 0);
     std::vector<bool> packed(replicas.size(), false);
@@ -1011,8 +1018,94 @@ void test_deepseek(Random& random) {
         std::vector<double> load(experts);
         for (double& l : load) l = static_cast<double>(random.between(0, most));
         Ids slots(gpus * per_gpu, -1);
-        place_deepseek(load, gpus, per_gpu, slots.data());
+        place_deepseek(load, 1, 1, gpus, per_gpu, slots.data());
         check(slots == naive_deepseek(load, gpus, per_gpu), "deepseek follows its rule");
+    }
+}
+
+// Whether every expert has a slot, ids are in range, and where asked no GPU holds an expert twice.
+bool is_placement(const Ids& slots, std::int32_t experts, std::int32_t slots_per_gpu, bool distinct) {
+    std::vector<bool> placed(experts, false);
+    bool good = true;
+    for (std::size_t row = 0; good && row < slots.size(); row += slots_per_gpu) {
+        Ids on_gpu(slots.begin() + row, slots.begin() + row + slots_per_gpu);
+        std::sort(on_gpu.begin(), on_gpu.end());
+        for (std::size_t s = 0; s < on_gpu.size(); ++s) {
+            good = good && on_gpu[s] >= -1 && on_gpu[s] < experts;
+            if (!good || on_gpu[s] < 0) continue;
+            placed[on_gpu[s]] = true;
+            good = !distinct || s == 0 || on_gpu[s] != on_gpu[s - 1];
+        }
+    }
+    return good && std::find(placed.begin(), placed.end(), false) == placed.end();
+}
+
+// Every placer on every kind of load: nothing lost, nothing out of bounds, GPUs without room stay empty.
+void test_placers(Random& random) {
+    AscendDefault ascend;
+    Swift swift;
+    FlashLb flash;
+    Distinct distinct;
+    for (int i = 0; i < 300; ++i) {
+        const auto gpus = static_cast<std::int32_t>(random.between(1, 7)),
+                   per_gpu = static_cast<std::int32_t>(random.between(1, 6)),
+                   experts = static_cast<std::int32_t>(random.between(1, gpus * per_gpu));
+        const std::int64_t kinds[] = {0, 1, 1000, std::int64_t{1} << 52};
+        const std::int64_t most = kinds[random.below(4)];
+        const std::size_t count = random.between(1, 3);
+        std::vector<double> load(experts), samples(count * experts);
+        for (double& l : load) l = static_cast<double>(random.between(0, most));
+        for (double& x : samples) x = static_cast<double>(random.between(1, most + 1));
+        const double mean = std::accumulate(load.begin(), load.end(), 0.0) / gpus;
+
+        Ids trtllm(gpus * per_gpu, -1);
+        place_trtllm(load, gpus, per_gpu, trtllm.data());
+        check(is_placement(trtllm, experts, per_gpu, false), "trtllm places all");
+        Ids slots = trtllm;
+        distinct.repair(load, gpus, per_gpu, 1, slots.data());
+        check(is_placement(slots, experts, per_gpu, true), "a repair keeps copies apart and loses none");
+        swift.place(load, trtllm.data(), gpus, per_gpu, mean, slots.data());
+        check(is_placement(slots, experts, per_gpu, false), "swift places all");
+
+        Ids room(gpus, per_gpu);
+        for (std::int32_t spare = gpus * per_gpu - experts; spare > 0 && random.chance(50);) {
+            std::int32_t& less = room[random.below(gpus)];
+            const std::int32_t taken = std::min(less, spare);
+            less -= taken, spare -= taken;
+        }
+        const auto in_room = [&](const Ids& found) {
+            for (std::int32_t g = 0; g < gpus; ++g)
+                for (std::int32_t s = room[g]; s < per_gpu; ++s)
+                    if (found[g * per_gpu + s] >= 0) return false;
+            return true;
+        };
+        ascend.place(load, room, per_gpu, slots.data());
+        check(is_placement(slots, experts, per_gpu, false) && in_room(slots),
+              "ascend-default places all in the room");
+        flash.place(samples, experts, room, per_gpu, {0.7, 4, 3}, slots.data());
+        check(is_placement(slots, experts, per_gpu, true) && in_room(slots),
+              "flashlb places all, apart, in the room");
+        Ids moved = slots;
+        reslot(trtllm.data(), gpus, per_gpu, experts, moved.data());
+        check(is_placement(moved, experts, per_gpu, true), "reslotting loses nothing");
+    }
+}
+
+void test_assignment(Random& random) {
+    for (int i = 0; i < 200; ++i) {
+        const auto n = static_cast<std::int32_t>(random.between(1, 6));
+        Counts cost(n * n);
+        for (std::int64_t& c : cost) c = random.between(0, 9);
+        const auto total = [&](const Ids& columns) {
+            std::int64_t sum = 0;
+            for (std::int32_t r = 0; r < n; ++r) sum += cost[r * n + columns[r]];
+            return sum;
+        };
+        Ids order(n);
+        std::iota(order.begin(), order.end(), 0);
+        std::int64_t least = total(order);
+        while (std::next_permutation(order.begin(), order.end())) least = std::min(least, total(order));
+        check(total(assign_rows(cost, n)) == least, "no permutation costs less");
     }
 }
 
@@ -1113,6 +1206,8 @@ int main() {
     test_makespan(random);
     test_bad_tokens(random);
     test_deepseek(random);
+    test_placers(random);
+    test_assignment(random);
     test_assign(random);
     test_parallel();
     if (failures != 0) {
