@@ -26,7 +26,7 @@ from eplb_opt.errors import (
     InvalidTokensError,
     SolverUnavailableError,
 )
-from eplb_opt.formats.placements import read_placement
+from eplb_opt.formats.placements import PlacementFormat, read_placement, write_placement
 from eplb_opt.gap import optimality_gap
 from eplb_opt.objective import OBJECTIVES, Curve, Objective, Piece
 from eplb_opt.placement import Placement
@@ -64,6 +64,7 @@ __all__ = [
     "Objective",
     "Piece",
     "Placement",
+    "PlacementFormat",
     "PlacementPlan",
     "Proof",
     "Router",
@@ -85,4 +86,5 @@ __all__ = [
     "routing_methods",
     "solve_placement",
     "solve_routing",
+    "write_placement",
 ]
