@@ -99,7 +99,8 @@ def checked_rows(
     def place(_: int, row: int, expert: int) -> str:
         return f"{names[row]}[{expert}]"
 
-    return _checked(path, np.stack(rows)[np.newaxis], place)[0]
+    counts: npt.NDArray[np.integer] = _checked(path, np.stack(rows)[np.newaxis], place)[0]
+    return counts
 
 
 def _require_numbers(path: Path, name: str, counts: npt.NDArray[Any]) -> None:

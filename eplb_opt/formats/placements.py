@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,14 @@ from eplb_opt.formats.trtllm import ASSIGNMENTS, read_config, yaml_bytes
 from eplb_opt.formats.values import without_repeats
 from eplb_opt.placement import EMPTY, Placement
 
-__all__ = ["PlacementFormat", "holds_placement", "read_placement", "write_placement"]
+__all__ = [
+    "NUMBERED",
+    "PlacementFormat",
+    "format_to_write",
+    "holds_placement",
+    "read_placement",
+    "write_placement",
+]
 
 _Array = npt.NDArray[Any]
 
@@ -43,6 +51,9 @@ class PlacementFormat(str, Enum):
     VLLM_ASCEND = "vllm-ascend"
     TRTLLM = "trtllm"
 
+
+#: Formats whose layers have the model's numbers, its dense layers counted.
+NUMBERED = (PlacementFormat.SGLANG, PlacementFormat.TRTLLM)
 
 _Format = PlacementFormat
 
@@ -60,7 +71,6 @@ _KEYS = {
     LAYERS: _Format.VLLM_ASCEND,
 }
 _TENSORS = {_MAP: _Format.SGLANG}
-_NUMBERED = (_Format.SGLANG, _Format.TRTLLM)  # layers by their number in the model
 _ENGINES = {
     _Format.SGLANG: "SGLang",
     _Format.VLLM_ASCEND: "vLLM-Ascend",
@@ -117,8 +127,8 @@ def read_placement(
         Experts per layer; by default 1 + the largest id. Where the file tells, the number that must
         be found.
     format
-        What the file must be. Only a bare .npy with the GPUs first, and an .npz whose one array has
-        another name, need it.
+        What the file must be. Only a bare .npy of a device mask or a map, and an .npz whose one
+        array has another name, need it.
     dense_layers, draft_layers
         Layers at the start of the file that have no experts, and at its end that belong to a draft
         model; left out, unread.
@@ -176,8 +186,8 @@ def write_placement(
 
     Masks cannot say in which order a GPU's slots are: they come back in order of the experts, empty
     ones last. Device masks, vLLM-Ascend's map and TensorRT-LLM's have layers: a placement without a
-    layer axis comes back as one of one layer. Except in a ``slots`` .npz and in masks, experts beyond the
-    largest id that is placed are not told.
+    layer axis comes back as one of one layer. Only a ``slots`` .npz and masks tell of experts
+    beyond the largest id that is placed.
 
     Parameters
     ----------
@@ -228,7 +238,7 @@ def write_placement(
     <BLANKLINE>
     """
     path = Path(path)
-    chosen = _format_to_write(path, format)
+    chosen = format_to_write(path, format)
     numbers = _layer_numbers(placement, chosen, layer_ids)
     content = _WRITERS[chosen](_Output(placement, path, numbers, layer_ids is not None))
     empty = int((placement.expert_of == EMPTY).sum())
@@ -236,6 +246,29 @@ def write_placement(
         engine = _ENGINES[chosen]
         warnings.warn(f"{path}: {empty} empty slots, which {engine} does not know", stacklevel=2)
     path.write_bytes(content)
+
+
+def format_to_write(path: Path, name: PlacementFormat | str | None) -> PlacementFormat:
+    """Return the format that `write_placement` writes, from the one given or the suffix.
+
+    Raises
+    ------
+    FormatError
+        When the two do not go together, or the suffix does not tell.
+    """
+    suffix = path.suffix.lower()
+    if suffix not in _WRITTEN:
+        known = ", ".join(_WRITTEN)
+        raise FormatError(path, "", f"unknown suffix {path.suffix!r}; known are {known}")
+    formats = _WRITTEN[suffix]
+    if name is None and suffix == ".json":
+        known = ", ".join(formats)
+        raise FormatError(path, "", f".json does not tell the format; give one of {known}")
+    chosen = formats[0] if name is None else _format(path, name)
+    if chosen not in formats:
+        ends = ", ".join(end for end, written in _WRITTEN.items() if chosen in written)
+        raise FormatError(path, "", f"format {chosen.value} goes with the suffixes {ends}")
+    return chosen
 
 
 def holds_placement(path: str | os.PathLike[str]) -> bool:
@@ -432,7 +465,7 @@ def _write_device_mask(to: _Output) -> bytes:
 
 
 def _write_sglang(to: _Output) -> bytes:
-    array = to.map
+    array: npt.NDArray[np.integer] = to.map
     if to.numbered:
         array = with_all_layers(to.placement.expert_of, to.layer_ids, to.placement.num_experts)
     if to.path.suffix.lower() == ".json":
@@ -474,31 +507,15 @@ _WRITTEN: dict[str, tuple[_Format, ...]] = {
 }
 
 
-def _format_to_write(path: Path, name: PlacementFormat | str | None) -> _Format:
-    suffix = path.suffix.lower()
-    if suffix not in _WRITTEN:
-        known = ", ".join(_WRITTEN)
-        raise FormatError(path, "", f"unknown suffix {path.suffix!r}; known are {known}")
-    formats = _WRITTEN[suffix]
-    if name is None and suffix == ".json":
-        known = ", ".join(formats)
-        raise FormatError(path, "", f".json does not tell the format; give one of {known}")
-    chosen = formats[0] if name is None else _format(path, name)
-    if chosen not in formats:
-        ends = ", ".join(end for end, written in _WRITTEN.items() if chosen in written)
-        raise FormatError(path, "", f"format {chosen.value} goes with the suffixes {ends}")
-    return chosen
-
-
 def _layer_numbers(
     placement: Placement, format: _Format, layer_ids: Sequence[int] | None
 ) -> list[int]:
     if layer_ids is None:
         return list(range(placement.num_layers))
-    if format not in _NUMBERED:
+    if format not in NUMBERED:
         raise ValueError(f"layer_ids: format {format.value} does not number layers")
     numbers = list(map(int, layer_ids))
-    rising = all(a < b for a, b in zip(numbers, numbers[1:], strict=False))
+    rising = all(a < b for a, b in pairwise(numbers))
     if len(numbers) != placement.num_layers or numbers[0] < 0 or not rising:
         raise ValueError(f"layer_ids must be {placement.num_layers} rising numbers, from 0 or more")
     return numbers

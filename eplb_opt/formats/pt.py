@@ -53,7 +53,7 @@ def tensor_array(path: Path, name: str, tensor: object) -> npt.NDArray[Any]:
     if not isinstance(tensor, torch.Tensor):
         raise FormatError(path, name, f"a {type(tensor).__name__}; expected a tensor")
     with parsing(path, lambda: name):
-        return np.asarray(tensor.detach().numpy())  # type: ignore[attr-defined]  # a torch.Tensor
+        return np.asarray(tensor.detach().numpy())
 
 
 def pt_bytes(path: Path, arrays: dict[str, npt.NDArray[Any]]) -> bytes:

@@ -75,8 +75,12 @@ class Table:
         Raises
         ------
         FormatError
-            If it breaks a rule of `Placement`; the place is that of the layer or slot.
+            If it breaks a rule of `Placement`, where the place is that of the layer or slot, or the
+            file tells of another number of experts.
         """
+        if num_experts is not None and self.num_experts not in (None, num_experts):
+            problem = f"num_experts={num_experts}, but the file has {self.num_experts}"
+            raise FormatError(path, self.place, problem)
         experts = self.num_experts if num_experts is None else num_experts
         try:
             return Placement(self.slots, experts, allow_missing=allow_missing)
@@ -87,9 +91,7 @@ class Table:
             raise FormatError(path, place, problem) from error
 
     def _place_of_fault(self, num_experts: int | None) -> str:
-        """Return the path of the layer that lacks an expert, or of the slot that is out of range,
-        or of the whole.
-        """
+        """Return the path of what `Placement` refuses: a slot, a layer, or the whole."""
         try:
             loose = Placement(self.slots, num_experts, allow_missing=True)
         except InvalidPlacementError:
@@ -212,7 +214,7 @@ def flat_table(
 
 
 def padded(layers: Sequence[Sequence[npt.NDArray[Any]]], num_gpus: int) -> npt.NDArray[np.int64]:
-    """Return int64 [layers, gpus, slots] of lists of ids per layer and GPU, ended by empty slots."""
+    """Return int64 [layers, gpus, slots] of ids by layer and GPU, ended by empty slots."""
     rows = [row for gpus in layers for row in gpus]
     width = max((row.size for row in rows), default=0)
     slots = np.full((len(rows), width), EMPTY, dtype=np.int64)

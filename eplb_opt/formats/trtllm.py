@@ -12,6 +12,7 @@ import json
 import re
 import reprlib
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -216,7 +217,7 @@ def _spelled(key: _Key) -> str:
 
 def _require_all(folder: Path, keys: set[_Key], iterations: list[int], layers: list[int]) -> None:
     """Refuse statistics with a gap: an iteration, or a layer of one, that no rank has."""
-    for before, after in zip(iterations, iterations[1:], strict=False):
+    for before, after in pairwise(iterations):
         if after != before + 1:
             problem = f"iteration {before + 1} is missing between {before} and {after}"
             raise FormatError(folder, f"{before + 1}_{layers[0]}", problem)
@@ -228,8 +229,8 @@ def _require_all(folder: Path, keys: set[_Key], iterations: list[int], layers: l
 
 def _require_even_steps(path: Path, place: str, layers: list[int]) -> None:
     """Refuse layers with a gap; in some models every second layer only has experts."""
-    step = min((b - a for a, b in zip(layers, layers[1:], strict=False)), default=1)
-    for before, after in zip(layers, layers[1:], strict=False):
+    step = min((b - a for a, b in pairwise(layers)), default=1)
+    for before, after in pairwise(layers):
         if after - before != step:
             problem = f"layer {before + step} is missing between {before} and {after}"
             raise FormatError(path, place, problem)
