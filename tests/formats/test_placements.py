@@ -117,7 +117,7 @@ def test_placements_come_back(folder: Path, form: str, placement: Placement) -> 
     suffix, write = WRITERS[form]
     path = written(folder, suffix, write(placement))
     assert read_placement(path, num_gpus=placement.num_gpus) == placement
-    given = {"num_gpus": placement.num_gpus, "num_experts": placement.num_experts}
+    given: dict[str, Any] = {"num_gpus": placement.num_gpus, "num_experts": placement.num_experts}
     assert read_placement(str(path), **given) == placement
 
 
@@ -173,7 +173,7 @@ def needed(suffix: str) -> None:
 @pytest.mark.filterwarnings(EMPTY_SLOTS)
 @pytest.mark.parametrize(("form", "suffix"), WRITTEN)
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_what_is_written_comes_back(
     folder: Path, form: str, suffix: str, data: st.DataObject
 ) -> None:
@@ -190,7 +190,7 @@ def test_what_is_written_comes_back(
 @pytest.mark.parametrize("suffix", [".npz", ".npy"])
 @pytest.mark.parametrize("form", ["mask", "device-mask"])
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_masks_come_back_in_order_of_the_experts(
     folder: Path, form: str, suffix: str, data: st.DataObject
 ) -> None:
@@ -639,7 +639,7 @@ def test_given_numbers_must_be_found(tmp_path: Path, form: str, given: str, foun
     """What the caller knows of the placement is checked against the file."""
     suffix, write = WRITERS[form]
     path = written(tmp_path, suffix, write(Placement([[0, 1], [2, 0]])))
-    numbers = {"num_gpus": 2, "num_experts": 3}
+    numbers: dict[str, Any] = {"num_gpus": 2, "num_experts": 3}
     assert read_placement(path, **numbers).num_gpus == 2
     assert refusal(path, **{**numbers, given: found + 1}).problem
 
@@ -692,6 +692,53 @@ def test_a_negative_entry_is_an_empty_slot(tmp_path: Path) -> None:
     """A broken placement with empty slots is still one, so that its own error is shown."""
     assert holds_placement(written(tmp_path, ".npy", as_npy(np.array([[0, -1], [5, 3]]))))
     assert not holds_placement(tmp_path / "counts.csv")
+
+
+def entries(value: Any, place: str = "") -> list[tuple[str, list[Any], int]]:
+    """List every expert id in a document: its path, the list that it is in, and where."""
+    if isinstance(value, dict):
+        inner = [
+            (f"{place}[{key}]" if isinstance(key, int) else f"{place}.{key}".strip("."), held)
+            for key, held in value.items()
+        ]
+        return [entry for path, held in inner for entry in entries(held, path)]
+    if isinstance(value, list) and value and isinstance(value[0], int):
+        return [(f"{place}[{i}]", value, i) for i in range(len(value))]
+    if isinstance(value, list):
+        return [entry for i, held in enumerate(value) for entry in entries(held, f"{place}[{i}]")]
+    return []
+
+
+NOT_IDS = [None, True, False, -2, 5000, 2**70, 0.0, "0", "", [], [0], {}, {"a": 1}]
+
+
+@pytest.mark.parametrize(
+    ("form", "suffix"), [pair for pair in WRITTEN if pair[1] in (".json", ".yaml")]
+)
+@given(data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_whatever_is_no_expert_is_named(
+    folder: Path, form: str, suffix: str, data: st.DataObject
+) -> None:
+    """Of one entry that is wrong the path is given exactly; of one that is missing, the list's."""
+    needed(suffix)
+    layers, gpus = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    slots = np.tile(np.arange(gpus * 2), (layers, 1)).reshape(layers, gpus, 2)
+    path = written(folder, suffix, b"")
+    write_placement(Placement(slots), path, format=form)
+    text = path.read_text()
+    load = json.loads if suffix == ".json" else pytest.importorskip("yaml").safe_load
+    dump = json.dumps if suffix == ".json" else pytest.importorskip("yaml").safe_dump
+    content = load(text)
+    place, holder, at = data.draw(st.sampled_from(entries(content)))
+    holder[at] = data.draw(st.sampled_from(NOT_IDS))
+    path.write_text(dump(content))
+    assert refusal(path, num_gpus=gpus, num_experts=gpus * 2).place == place
+    del holder[at]
+    path.write_text(dump(content))
+    error = refusal(path, num_gpus=gpus, num_experts=gpus * 2)
+    assert error.place
+    assert place.startswith(error.place)
 
 
 # Fuzz: a placement or FormatError, whatever the bytes
