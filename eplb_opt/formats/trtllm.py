@@ -196,7 +196,7 @@ def _read_rank(path: Path, experts: int) -> tuple[list[_Key], npt.NDArray[np.int
         raise SolverUnavailableError(problem) from error
     content = path.read_bytes()
     with parsing(path):
-        tensors = safetensors.load(content)
+        tensors = dict(sorted(safetensors.load(content).items()))  # the library's order varies
     keys = []
     for name, row in tensors.items():
         match = _KEY.fullmatch(name)
