@@ -26,8 +26,9 @@ from eplb_opt.errors import (
     InvalidTokensError,
     SolverUnavailableError,
 )
-from eplb_opt.formats.placements import read_placement
+from eplb_opt.formats.placements import PlacementFormat, read_placement, write_placement
 from eplb_opt.gap import optimality_gap
+from eplb_opt.metrics import PlacementMetrics
 from eplb_opt.objective import OBJECTIVES, Curve, Objective, Piece
 from eplb_opt.placement import Placement
 from eplb_opt.placers import placement_methods
@@ -66,6 +67,8 @@ __all__ = [
     "Objective",
     "Piece",
     "Placement",
+    "PlacementFormat",
+    "PlacementMetrics",
     "PlacementPlan",
     "Proof",
     "RegimeMap",
@@ -91,4 +94,5 @@ __all__ = [
     "solve_placement",
     "solve_routing",
     "transport",
+    "write_placement",
 ]

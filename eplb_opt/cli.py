@@ -1,4 +1,4 @@
-"""The command line: ``eplb-opt gap | regime | route | validate | presets``."""
+"""The command line: ``eplb-opt gap | regime | route | validate | convert | presets``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,14 @@ from typer.core import TyperGroup
 
 from eplb_opt.demand import count_tokens
 from eplb_opt.errors import EplbError, InvalidTokensError
-from eplb_opt.formats.placements import holds_placement, read_placement
+from eplb_opt.formats.placements import (
+    NUMBERED,
+    PlacementFormat,
+    format_to_write,
+    holds_placement,
+    read_placement,
+    write_placement,
+)
 from eplb_opt.gap import default_methods, local_batches, optimality_gap
 from eplb_opt.objective import Objective
 from eplb_opt.placement import Placement
@@ -173,6 +180,30 @@ _ThreadsOption = Annotated[
     int | None,
     typer.Option(
         min=1, show_default="all cores", help="Threads over problems.", rich_help_panel="Methods"
+    ),
+]
+_FormatOption = Annotated[
+    PlacementFormat | None,
+    typer.Option(
+        "--format",
+        show_default="by suffix and content",
+        help="What FILE must be; a bare .npy with the GPUs first needs device-mask.",
+    ),
+]
+_DenseLayersOption = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        metavar="N",
+        help="Layers at the start of a placement that have no experts; left out.",
+    ),
+]
+_DraftLayersOption = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        metavar="N",
+        help="Layers at the end of a placement that belong to a draft model; left out.",
     ),
 ]
 _TimeLimitOption = Annotated[
@@ -538,8 +569,9 @@ def route(
 
 
 @app.command(
-    epilog="What a file holds is decided by the names in it (.json, .npz) or its suffix (.csv and"
-    " .pt hold traffic). A bare .npy is a placement if it is boolean, or if its integers can be"
+    epilog="What a file holds is decided by the names in it (.json, .npz, .pt) or its suffix (.yaml"
+    " holds a placement, .csv traffic; so does TensorRT-LLM's folder of statistics). A bare .npy"
+    " is a placement if it is boolean, or if its integers can be"
     " the slots of a placement: every expert occurs, seldom twice on a GPU. --as overrules that."
     "\n\nExample:\n\n  eplb-opt validate expert_map.json"
 )
@@ -558,15 +590,81 @@ def validate(
         _Kind | None,
         typer.Option("--as", show_default="by content", help="What the file holds."),
     ] = None,
+    form: _FormatOption = None,
+    dense_layers: _DenseLayersOption = 0,
+    draft_layers: _DraftLayersOption = 0,
 ) -> None:
     """Check a file: what it holds, whether it is valid, and what is odd about it."""
+    if kind is None and form is not None:
+        kind = _Kind.placement
     found = kind or (_Kind.placement if holds_placement(file) else _Kind.trace)
     if kind is None and found is _Kind.trace and file.suffix.lower() == ".npy":
         _say("note", "no placement was recognised in it; --as placement insists")
     if found is _Kind.placement:
-        print_placement(read_placement(file, num_gpus=gpus), f"{file}: a valid placement")
+        placement = read_placement(
+            file,
+            num_gpus=gpus,
+            format=form,
+            dense_layers=dense_layers,
+            draft_layers=draft_layers,
+        )
+        print_placement(placement, f"{file}: a valid placement")
     else:
         print_trace(read_trace(file), f"{file}: a valid trace")
+
+
+@app.command(
+    epilog="Formats: slots, mask and device-mask are .npz or .npy; sglang is .json or .pt; vllm and"
+    " vllm-ascend are .json; trtllm is .yaml. A placement with dense layers in it (sglang) becomes"
+    " one without by --dense-layers, and the other way round by --first-layer.\n\nExamples:\n\n"
+    "  eplb-opt convert expert_map.json balancer.yaml --first-layer 3\n\n"
+    "  eplb-opt convert map.json expert_map.json --gpus 32 --dense-layers 3 --to vllm-ascend"
+)
+def convert(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A placement.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.")],
+    to: Annotated[
+        PlacementFormat | None,
+        typer.Option(
+            show_default="by the suffix of OUT", help="What OUT is to be; a .json does not tell."
+        ),
+    ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            show_default="as the file says",
+            help="GPUs; where slots are listed GPU after GPU the file does not tell.",
+        ),
+    ] = None,
+    form: _FormatOption = None,
+    dense_layers: _DenseLayersOption = 0,
+    draft_layers: _DraftLayersOption = 0,
+    first_layer: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            show_default="0",
+            help="The model's number of the first layer written, its dense layers counted (sglang,"
+            " trtllm).",
+        ),
+    ] = None,
+) -> None:
+    """Write a placement in another format."""
+    _require_folders(out)
+    written = format_to_write(out, to)
+    placement = read_placement(
+        file, num_gpus=gpus, format=form, dense_layers=dense_layers, draft_layers=draft_layers
+    )
+    numbers = None
+    if first_layer is not None:
+        numbers = range(first_layer, first_layer + placement.num_layers)
+    elif written in NUMBERED:
+        _say("note", f"{written.value} numbers layers; from 0 here, see --first-layer")
+    write_placement(placement, out, format=written, layer_ids=numbers)
+    print_placement(placement, f"{out}: written as {written.value}")
 
 
 @app.command(epilog="Example:\n\n  eplb-opt gap --model kimi-k2 --method metro:order=random,seed=3")

@@ -16,6 +16,7 @@ from eplb_opt.errors import FormatError, InvalidTokensError
 from eplb_opt.formats.arrays import TOPK_KEYS, read_csv, read_npy, read_npz
 from eplb_opt.formats.counts import checked_counts, step_slices
 from eplb_opt.formats.sglang import read_json, read_pt
+from eplb_opt.formats.trtllm import read_statistics
 
 __all__ = ["LoadTrace", "TokenTrace", "read_trace"]
 
@@ -270,6 +271,10 @@ def read_trace(
     .npz          ids [tokens, k] (one layer) or [tokens, layers, k]   `TokenTrace`
                   under exactly one of ``topk_ids``, ``topk``,
                   ``data``; may add ``generation`` [tokens]
+    (a folder)    TensorRT-LLM's expert statistics: ``meta_info.json`` `LoadTrace`
+                  and ``rank{r}.safetensors`` with counts [E] under
+                  ``{iteration}_{layer}``, summed over ranks (needs the
+                  extra ``files``)
     ============= ==================================================== ==============
 
     Counts are whole numbers below 2^63, or floats that are whole and below 2^53. Counts [L, E] are
@@ -278,7 +283,7 @@ def read_trace(
     Parameters
     ----------
     path
-        The file.
+        The file, or the folder.
     num_experts
         Experts per layer. Where the file holds ids, 1 + the largest id by default, which misses
         experts that no token chose. Where it holds counts, the number that must be found.
@@ -299,7 +304,7 @@ def read_trace(
         For all that is not as above: the message names the place in the file. Python objects in a
         file (pickles) are refused, never loaded.
     SolverUnavailableError
-        When the file needs PyTorch and it is missing.
+        When the file needs PyTorch or safetensors and it is missing.
     OSError
         When the file cannot be read.
 
@@ -321,6 +326,8 @@ def read_trace(
     """
     path = Path(path)
     suffix = path.suffix.lower()
+    if path.is_dir():
+        return _load_trace(path, read_statistics(path), num_experts)
     if suffix == ".npz":
         key, array, generation = read_npz(path)
         if key in TOPK_KEYS:

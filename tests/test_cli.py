@@ -77,7 +77,7 @@ def test_the_version_is_that_of_the_package() -> None:
     assert run("--version").stdout == f"eplb-opt {version('eplb-opt')}\n"
 
 
-@pytest.mark.parametrize("command", ["gap", "regime", "route", "validate", "presets"])
+@pytest.mark.parametrize("command", ["gap", "regime", "route", "validate", "convert", "presets"])
 def test_every_command_has_help_with_an_example(command: str) -> None:
     """Help says what the command does and how to call it."""
     assert command in run("--help").stdout
@@ -526,7 +526,7 @@ def test_validate_can_be_told_what_a_file_is(placement: Path) -> None:
         ("a.npz", b"PK", "damaged, or not a .npz file"),
         ("a.npy", b"", "damaged, or not a .npy file"),
         ("a.csv", b"1,x\n", "line 1, column 2: 'x'; expected a whole number"),
-        ("a.yaml", b"", "unknown suffix '.yaml'"),
+        ("a.txt", b"", "unknown suffix '.txt'"),
     ],
 )
 def test_validate_says_what_is_wrong_where(
@@ -553,6 +553,90 @@ def test_validate_every_real_file(shared_data: Path) -> None:
     assert "arrays found: A2_900" in refusal(
         "validate", shared_data / "omni_placements" / "placements.npz"
     )
+
+
+def test_validate_files_of_another_layout(tmp_path: Path) -> None:
+    """GPUs first, a map with dense and draft layers, TensorRT-LLM's configuration and counts."""
+    mask = tmp_path / "placement.npy"
+    np.save(mask, np.array([[[1, 1], [0, 1], [0, 1]], [[0, 1], [1, 0], [1, 0]]], dtype=bool))
+    assert "3 layers, 2 GPUs" in run("validate", mask, "--format", "device-mask").stdout
+    table = tmp_path / "map.json"
+    table.write_text('{"physical_to_logical_map": [[9], [0, 1, 2, 0], [7]]}')
+    said = run("validate", table, "--gpus", 2, "--dense-layers", 1, "--draft-layers", 1).stdout
+    assert "1 layer, 2 GPUs x 2 slots, 3 experts" in said
+    pytest.importorskip("yaml")
+    balancer = tmp_path / "balancer.yaml"
+    balancer.write_text("initial_global_assignments: {3: [0, 1, 2, x]}")
+    assert "initial_global_assignments[3][3]: 'x'" in refusal("validate", balancer, "--gpus", 2)
+    safetensors = pytest.importorskip("safetensors.numpy")
+    (tmp_path / "meta_info.json").write_text('{"num_experts": 2}')
+    counts = {"7_3": np.array([4, 4]), "8_3": np.array([0, 1])}
+    (tmp_path / "rank0.safetensors").write_bytes(safetensors.save(counts))
+    assert "counts of 2 steps, 1 layer, 2 experts" in run("validate", tmp_path).stdout
+
+
+# convert
+
+
+@pytest.mark.parametrize("to", ["sglang", "vllm", "vllm-ascend"])
+def test_convert_to_json_and_back(placement: Path, tmp_path: Path, to: str) -> None:
+    """The slots survive; what is written is summed up as by validate."""
+    there, back = tmp_path / "there.json", tmp_path / "back.npy"
+    result = run("convert", placement, there, "--to", to)
+    assert f"there.json: written as {to}" in result.stdout
+    assert "4 GPUs x 2 slots, 4 experts" in result.stdout
+    assert ("--first-layer" in result.stderr) == (to == "sglang")
+    run("convert", there, back, *([] if to == "vllm-ascend" else ["--gpus", 4]))
+    assert np.load(back).reshape(4, 2).tolist() == SLOTS
+
+
+def test_convert_between_engines_that_count_layers_differently(
+    placement: Path, tmp_path: Path
+) -> None:
+    """One counts the model's dense layers, the other does not."""
+    ascend, sglang = tmp_path / "ascend.json", tmp_path / "sglang.json"
+    run("convert", placement, ascend, "--to", "vllm-ascend")
+    result = run("convert", ascend, sglang, "--to", "sglang", "--first-layer", 2)
+    assert result.stderr == ""
+    rows = json.loads(sglang.read_text())["physical_to_logical_map"]
+    assert rows == [[0, 1, 2, 3, 0, 1, 2, 3]] * 2 + [[0, 1, 0, 2, 1, 3, 2, 3]]
+    again = tmp_path / "again.json"
+    options = ["--gpus", 4, "--dense-layers", 2, "--to", "vllm-ascend"]
+    run("convert", sglang, again, *options)
+    assert again.read_text() == ascend.read_text()
+    balancer = tmp_path / "balancer.yaml"
+    run("convert", ascend, balancer, "--first-layer", 3)
+    assert "  3: [0, 1, 0, 2, 1, 3, 2, 3]\n" in balancer.read_text()
+
+
+def test_convert_warns_of_empty_slots(tmp_path: Path) -> None:
+    """No engine's own format has them, though they come back."""
+    path = tmp_path / "a.npy"
+    np.save(path, np.array([[0, -1], [1, 2]]))
+    out = tmp_path / "a.json"
+    said = run("convert", path, out, "--to", "vllm-ascend").stderr
+    assert said == f"warning: {out}: 1 empty slots, which vLLM-Ascend does not know\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["a.json"], "give one of sglang, vllm, vllm-ascend"),
+        (["a.csv"], "unknown suffix '.csv'"),
+        (["a.npz", "--to", "trtllm"], "format trtllm goes with the suffixes .yaml, .yml"),
+        (["a.npz", "--first-layer", "3"], "format slots does not number layers"),
+        (["a.npz", "--gpus", "3"], "num_gpus=3, but the file has 4"),
+        (["a.npz", "--format", "vllm"], "a .npy file holds nothing of format vllm"),
+        (["a.npz", "--dense-layers", "1"], "has no layers to leave out"),
+    ],
+)
+def test_convert_says_what_is_wrong(
+    placement: Path, tmp_path: Path, options: list[str], message: str
+) -> None:
+    """In a line, and nothing is written."""
+    name, *rest = options
+    assert message in refusal("convert", placement, tmp_path / name, *rest)
+    assert not (tmp_path / name).exists()
 
 
 # The process

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from eplb_opt.errors import FormatError
 
-__all__ = ["checked_counts", "stack_rows", "step_slices"]
+__all__ = ["checked_counts", "checked_rows", "stack_rows", "step_slices"]
 
 _LARGEST_COUNT = 2**63 - 1
 _FIRST_INEXACT_FLOAT = 2**53  # from here on float64 has no odd numbers: a count may be rounded
@@ -59,23 +59,68 @@ def checked_counts(path: Path, name: str, counts: npt.NDArray[Any]) -> npt.NDArr
         For another dtype (booleans are not counts), another shape, no value at all, and a count
         that is negative, not whole, NaN, infinite or too large; it names the place.
     """
-    if counts.dtype.kind not in "iuf":
-        problem = f"dtype {counts.dtype}; expected integer counts, or floats that are whole"
-        raise FormatError(path, name, problem)
+    _require_numbers(path, name, counts)
     if counts.ndim not in (2, 3) or counts.size == 0:
         expected = "[layers, experts] or [steps, layers, experts], with no axis of length 0"
         raise FormatError(path, name, f"shape {list(counts.shape)}; expected {expected}")
-    steps = counts if counts.ndim == 3 else counts[np.newaxis]
-    is_float = counts.dtype.kind == "f"
+
+    def place(*index: int) -> str:
+        return name + "".join(f"[{i}]" for i in index[3 - counts.ndim :])
+
+    return _checked(path, counts if counts.ndim == 3 else counts[np.newaxis], place)
+
+
+def checked_rows(
+    path: Path, names: Sequence[str], rows: Sequence[npt.NDArray[Any]]
+) -> npt.NDArray[np.integer]:
+    """Accept arrays of a file, each under a name of its own, as one layer's counts each.
+
+    Parameters
+    ----------
+    path, names
+        The file, and the arrays' names in it, for errors.
+    rows
+        At least one array [experts], all of one length.
+
+    Returns
+    -------
+    integer array, [rows, experts]
+
+    Raises
+    ------
+    FormatError
+        As `checked_counts`.
+    """
+    for name, row in zip(names, rows, strict=True):
+        _require_numbers(path, name, row)
+        if row.dtype != rows[0].dtype:  # numpy would turn int64 beside uint64 into float64
+            raise FormatError(path, name, f"dtype {row.dtype}; {names[0]} has {rows[0].dtype}")
+
+    def place(_: int, row: int, expert: int) -> str:
+        return f"{names[row]}[{expert}]"
+
+    counts: npt.NDArray[np.integer] = _checked(path, np.stack(rows)[np.newaxis], place)[0]
+    return counts
+
+
+def _require_numbers(path: Path, name: str, counts: npt.NDArray[Any]) -> None:
+    if counts.dtype.kind not in "iuf":
+        problem = f"dtype {counts.dtype}; expected integer counts, or floats that are whole"
+        raise FormatError(path, name, problem)
+
+
+def _checked(
+    path: Path, steps: npt.NDArray[Any], place: Callable[[int, int, int], str]
+) -> npt.NDArray[np.integer]:
+    """Accept numbers [steps, layers, experts] as counts."""
+    is_float = steps.dtype.kind == "f"
     accepted = np.empty(steps.shape, dtype=np.int64) if is_float else steps
     for part in step_slices(steps):
         wrong = ~_is_count(steps[part])
         if wrong.any():
             step, layer, expert = np.argwhere(wrong)[0].tolist()
             value = steps[part][step, layer, expert].item()
-            index = (part.start + step, layer, expert)[3 - counts.ndim :]
-            place = name + "".join(f"[{i}]" for i in index)
-            raise FormatError(path, place, _problem(value))
+            raise FormatError(path, place(part.start + step, layer, expert), _problem(value))
         if is_float:
             accepted[part] = steps[part]
     if accepted.dtype.kind == "u" and accepted.dtype.itemsize == 8:

@@ -7,7 +7,6 @@ zero.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -19,9 +18,10 @@ import ijson  # type: ignore[import-untyped]  # ships neither stubs nor py.typed
 import numpy as np
 import numpy.typing as npt
 
-from eplb_opt.errors import FormatError, SolverUnavailableError
+from eplb_opt.errors import FormatError
 from eplb_opt.formats.counts import checked_counts, stack_rows
 from eplb_opt.formats.parsing import parsing, top_level_keys
+from eplb_opt.formats.pt import load_tensors, tensor_array
 
 __all__ = ["read_json", "read_pt"]
 
@@ -72,21 +72,10 @@ def read_pt(path: Path) -> npt.NDArray[np.integer]:
     SolverUnavailableError
         When PyTorch is not installed.
     """
-    try:
-        torch = importlib.import_module("torch")
-    except ImportError as error:
-        problem = f"reading {path} needs PyTorch: pip install torch"
-        raise SolverUnavailableError(problem) from error
-    with path.open("rb"):  # torch reports a missing file in ways of its own
-        pass
-    with parsing(path):
-        saved = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
-    if not isinstance(saved, dict) or _KEY not in saved:
-        raise _no_key(path, [str(key) for key in saved] if isinstance(saved, dict) else [])
-    if not isinstance(saved[_KEY], torch.Tensor):
-        raise FormatError(path, _KEY, f"a {type(saved[_KEY]).__name__}; expected a tensor")
-    with parsing(path, lambda: _KEY):
-        counts = saved[_KEY].detach().numpy()
+    saved = load_tensors(path)
+    if _KEY not in saved:
+        raise _no_key(path, list(saved))
+    counts = tensor_array(path, _KEY, saved[_KEY])
     return checked_counts(path, _KEY, counts)
 
 

@@ -1,9 +1,10 @@
-"""Reading placements: every format round trips, wrong files are named to the place, none crash."""
+"""Placements in files: every format round trips, faults are named to the place, none crash."""
 
 from __future__ import annotations
 
 import io
 import json
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,8 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb_opt.errors import FormatError
-from eplb_opt.formats.placements import holds_placement, read_placement
+from eplb_opt.errors import FormatError, InvalidPlacementError, SolverUnavailableError
+from eplb_opt.formats.placements import (
+    PlacementFormat,
+    holds_placement,
+    read_placement,
+    write_placement,
+)
 from eplb_opt.placement import EMPTY, Placement
 from eplb_opt.testing import placements
 
@@ -84,7 +90,7 @@ def written(folder: Path, suffix: str, content: bytes) -> Path:
     return path
 
 
-def refusal(path: Path, **given: int) -> FormatError:
+def refusal(path: Path, **given: Any) -> FormatError:
     """Read a file that must be refused."""
     with pytest.raises(FormatError) as caught:
         read_placement(path, **given)
@@ -111,7 +117,7 @@ def test_placements_come_back(folder: Path, form: str, placement: Placement) -> 
     suffix, write = WRITERS[form]
     path = written(folder, suffix, write(placement))
     assert read_placement(path, num_gpus=placement.num_gpus) == placement
-    given = {"num_gpus": placement.num_gpus, "num_experts": placement.num_experts}
+    given: dict[str, Any] = {"num_gpus": placement.num_gpus, "num_experts": placement.num_experts}
     assert read_placement(str(path), **given) == placement
 
 
@@ -141,6 +147,183 @@ def test_masks_are_booleans(folder: Path, suffix: str, placement: Placement) -> 
     assert found == Placement.from_mask(mask)
 
 
+# What is written
+
+EMPTY_SLOTS = "ignore:.*empty slots, which"
+WRITTEN = [
+    ("slots", ".npz"),
+    ("slots", ".npy"),
+    ("sglang", ".json"),
+    ("sglang", ".pt"),
+    ("vllm", ".json"),
+    ("vllm-ascend", ".json"),
+    ("trtllm", ".yaml"),
+    ("trtllm", ".yml"),
+]
+LAYERED = ("device-mask", "vllm-ascend", "trtllm")
+
+
+def needed(suffix: str) -> None:
+    """Skip without the package that reads files with this suffix."""
+    package = {".pt": "torch", ".yaml": "yaml", ".yml": "yaml"}.get(suffix)
+    if package is not None:
+        pytest.importorskip(package)
+
+
+@pytest.mark.filterwarnings(EMPTY_SLOTS)
+@pytest.mark.parametrize(("form", "suffix"), WRITTEN)
+@given(data=st.data())
+@settings(max_examples=20, deadline=None)
+def test_what_is_written_comes_back(
+    folder: Path, form: str, suffix: str, data: st.DataObject
+) -> None:
+    """Slots in their order, empty ones included, whatever the format; its suffix tells it."""
+    needed(suffix)
+    placement = data.draw(placements(layered=True if form in LAYERED else None))
+    path = written(folder, suffix, b"")
+    write_placement(placement, path, format=form)
+    for format in (None, form, PlacementFormat(form)):
+        assert read_placement(path, num_gpus=placement.num_gpus, format=format) == placement
+    assert holds_placement(path) or suffix == ".npy"
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".npy"])
+@pytest.mark.parametrize("form", ["mask", "device-mask"])
+@given(data=st.data())
+@settings(max_examples=20, deadline=None)
+def test_masks_come_back_in_order_of_the_experts(
+    folder: Path, form: str, suffix: str, data: st.DataObject
+) -> None:
+    """A mask says which experts a GPU holds; one that is there twice is refused, by name."""
+    placement = data.draw(placements(layered=True if form in LAYERED else None))
+    path = written(folder, suffix, b"")
+    twice = next(placement.duplicates(), None)
+    if twice is not None:
+        layer, gpu, expert = twice
+        with pytest.raises(
+            InvalidPlacementError, match=f"layer {layer}, GPU {gpu}: expert {expert}"
+        ):
+            write_placement(placement, path, format=form)
+        return
+    write_placement(placement, path, format=form)
+    given = form if suffix == ".npy" else None
+    assert read_placement(path, format=given) == Placement.from_mask(holds(placement))
+
+
+def test_experts_without_any_replica_come_back(tmp_path: Path) -> None:
+    """A dead GPU took experts 3 and 4: the number of experts is kept, and reading insists."""
+    placement = Placement([[[0, 1], [2, 0], [-1, -1]]], num_experts=5, allow_missing=True)
+    path = tmp_path / "placement.npz"
+    write_placement(placement, path)
+    assert read_placement(path, allow_missing=True) == placement
+    error = refusal(path)
+    assert (error.place, "expert 3 has no replica" in error.problem) == ("slots[0]", True)
+    assert "num_experts=4, but the file has 5" in refusal(path, num_experts=4).problem
+
+
+@pytest.mark.parametrize(
+    ("form", "suffix", "text"),
+    [
+        ("sglang", ".json", '{"physical_to_logical_map": [\n[0, 1, 2, 0]\n]}\n'),
+        ("vllm", ".json", '{"physical_to_logical": [\n[0, 1, 2, 0]\n]}\n'),
+        (
+            "vllm-ascend",
+            ".json",
+            '{"moe_layer_count": 1, "layer_list": [\n'
+            '  {"layer_id": 0, "device_count": 2, "device_list": [\n'
+            '    {"device_id": 0, "device_expert": [0, 1]},\n'
+            '    {"device_id": 1, "device_expert": [2, 0]}\n'
+            "  ]}\n]}\n",
+        ),
+    ],
+)
+def test_json_is_written_for_people(tmp_path: Path, form: str, suffix: str, text: str) -> None:
+    """A line per layer, or per device, so that two files can be compared."""
+    path = tmp_path / f"placement{suffix}"
+    write_placement(Placement([[[0, 1], [2, 0]]]), path, format=form)
+    assert path.read_text() == text
+
+
+def test_ascend_devices_of_eight_and_nine(tmp_path: Path) -> None:
+    """Redundancy may differ by device and layer: no -1 is written where a list can be shorter."""
+    slots = [[[0, 1, 2], [3, 4, -1]], [[0, 1, -1], [2, -1, 4]], [[0, 1, -1], [2, 3, 4]]]
+    placement = Placement(slots, num_experts=5, allow_missing=True)
+    path = tmp_path / "expert_map.json"
+    with pytest.warns(UserWarning, match="4 empty slots, which vLLM-Ascend does not know"):
+        write_placement(placement, path, format="vllm-ascend")
+    devices = [
+        [device["device_expert"] for device in layer["device_list"]]
+        for layer in json.loads(path.read_text())["layer_list"]
+    ]
+    assert devices == [[[0, 1, 2], [3, 4]], [[0, 1], [2, -1, 4]], [[0, 1], [2, 3, 4]]]
+    assert read_placement(path, allow_missing=True) == placement
+
+
+@pytest.mark.parametrize("layers", [[1, 2], [1, 3], [0, 1]])
+def test_sglang_has_a_row_for_every_layer_of_the_model(tmp_path: Path, layers: list[int]) -> None:
+    """Dense layers get the experts in turn, and are left out when read back."""
+    placement = Placement([[[0, 1], [2, 0]], [[2, 1], [0, 1]]])
+    path = tmp_path / "map.json"
+    write_placement(placement, path, format="sglang", layer_ids=layers)
+    rows = json.loads(path.read_text())[MAP]
+    assert len(rows) == layers[-1] + 1
+    for layer, row in enumerate(rows):
+        at = layers.index(layer) if layer in layers else None
+        assert row == ([0, 1, 2, 0] if at is None else placement.expert_of[at].tolist())
+    if layers == [1, 2]:
+        assert read_placement(path, num_gpus=2, dense_layers=1) == placement
+
+
+@pytest.mark.parametrize(
+    ("form", "layer_ids"),
+    [
+        ("sglang", [1]),
+        ("sglang", [1, 1]),
+        ("sglang", [-1, 0]),
+        ("trtllm", [4, 3]),
+        ("vllm", [0, 1]),
+    ],
+)
+def test_layer_numbers_must_fit(tmp_path: Path, form: str, layer_ids: list[int]) -> None:
+    """One rising number per layer, and only where the format has numbers; nothing is written."""
+    path = tmp_path / ("a.yaml" if form == "trtllm" else "a.json")
+    with pytest.raises(ValueError, match="layer_ids"):
+        write_placement(Placement([[[0]], [[0]]]), path, format=form, layer_ids=layer_ids)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "message"),
+    [
+        ("a.json", None, "give one of sglang, vllm, vllm-ascend"),
+        ("a.csv", None, "unknown suffix '.csv'; known are .npz, .npy"),
+        ("a.npz", "sglang", "format sglang goes with the suffixes .json, .pt, .pth"),
+        ("a.json", "tensorrt", "unknown format 'tensorrt'; known are slots, mask"),
+    ],
+)
+def test_format_and_suffix_go_together(
+    tmp_path: Path, name: str, form: str | None, message: str
+) -> None:
+    """What cannot be read back is not written."""
+    with pytest.raises(FormatError, match=message):
+        write_placement(Placement([[0]]), tmp_path / name, format=form)
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch and PyYAML are wanted by their files alone; YAML is written without."""
+    for module in ("torch", "yaml"):
+        monkeypatch.setitem(sys.modules, module, None)
+    placement = Placement([[[0]]])
+    write_placement(placement, tmp_path / "a.yaml")
+    with pytest.raises(SolverUnavailableError, match=r"eplb-opt\[files\]"):
+        read_placement(tmp_path / "a.yaml", num_gpus=1)
+    with pytest.raises(SolverUnavailableError, match=r"writing .* pip install torch"):
+        write_placement(placement, tmp_path / "a.pt")
+    with pytest.raises(SolverUnavailableError, match=r"reading .* pip install torch"):
+        holds_placement(tmp_path / "a.pt")
+    assert not (tmp_path / "a.pt").exists()
+
+
 # Worked examples
 
 
@@ -159,6 +342,77 @@ def test_shorter_devices_are_padded(tmp_path: Path) -> None:
     assert found.slots.tolist() == [[[1, 0], [-1, -1], [2, -1]]]
 
 
+def test_layers_of_a_map_may_differ_in_length(tmp_path: Path) -> None:
+    """Redundancy that differs by layer: the shorter layer's GPUs end in empty slots."""
+    path = written(tmp_path, ".json", json.dumps({MAP: [[0, 1, 2, 0], [2, 1], [0, 3, 1]]}).encode())
+    found = read_placement(path, num_gpus=2, draft_layers=1, allow_missing=True)
+    assert found.slots.tolist() == [[[0, 1], [2, 0]], [[2, -1], [1, -1]]]
+    error = refusal(path, num_gpus=2)
+    assert (error.place, "3 slots do not divide" in error.problem) == (f"{MAP}[2]", True)
+
+
+@pytest.mark.parametrize("form", ["slots", "mask", "device-mask", "sglang", "vllm-ascend"])
+def test_dense_and_draft_layers_are_left_out_unread(tmp_path: Path, form: str) -> None:
+    """What is wrong in them does not matter, what is wrong between them is named as in the file."""
+    good, bad = [[0, 1], [2, 0]], [[0, 1], [1, 1]]
+    suffix = ".json" if form in ("sglang", "vllm-ascend") else ".npz"
+    path = tmp_path / f"placement{suffix}"
+    stacked = [bad, good, good, bad]
+    if form == "sglang":
+        path.write_text(json.dumps({MAP: ["x", [0, 1, 2, 0], [0, 1, 2, 0], [9]]}))
+    elif form == "vllm-ascend":
+        path.write_text(json.dumps(ascend_map(5, ascend(*good), ascend(*good), {})))
+    elif form == "slots":
+        path.write_bytes(as_npz(slots=np.array(stacked)))
+    else:
+        mask = np.stack([np.isin(np.arange(3), row) for gpus in stacked for row in gpus])
+        mask = mask.reshape(4, 2, 3)
+        named = {"mask": mask} if form == "mask" else {"device_mask": np.moveaxis(mask, 1, 0)}
+        path.write_bytes(as_npz(**named))
+    found = read_placement(path, num_gpus=2, dense_layers=1, draft_layers=1)
+    assert found == Placement(np.sort([good, good]) if "mask" in form else [good, good])
+    last = {
+        "slots": "slots[3]",
+        "mask": "mask[3]",
+        "device-mask": "device_mask[:, 3]",
+        "sglang": f"{MAP}[3]",
+        "vllm-ascend": "layer_list[3]",
+    }
+    assert refusal(path, num_gpus=2, dense_layers=1).place == last[form]
+    assert "leave none" in refusal(path, num_gpus=2, dense_layers=2, draft_layers=2).problem
+
+
+def test_a_placement_without_layers_has_none_to_leave_out(tmp_path: Path) -> None:
+    """Neither an array nor a list of ids; and there are no negative numbers of layers."""
+    for suffix, content in (
+        (".npy", as_npy(np.array([[0], [1]]))),
+        (".npz", as_npz(**{MAP: np.array([0, 1])})),
+        (".json", json.dumps({MAP: [0, 1]}).encode()),
+    ):
+        path = written(tmp_path, suffix, content)
+        assert "to leave out" in refusal(path, num_gpus=2, dense_layers=1).problem
+    with pytest.raises(ValueError, match="draft_layers=-1"):
+        read_placement(path, num_gpus=2, draft_layers=-1)
+
+
+def test_what_the_file_cannot_say_can_be_given(tmp_path: Path) -> None:
+    """GPUs may come first in a bare array, and an archive's one array may have any name."""
+    mask = np.array([[[1, 1], [0, 1], [0, 1]], [[0, 1], [1, 0], [1, 0]]], dtype=bool)
+    wanted = Placement([[[0, 1], [1, -1]], [[1, -1], [0, -1]], [[1, -1], [0, -1]]])
+    for suffix, content in ((".npy", as_npy(mask)), (".npz", as_npz(placement_4_devices=mask))):
+        path = written(tmp_path, suffix, content)
+        assert read_placement(path, format="device-mask") == wanted
+        assert read_placement(path, format="mask").num_gpus == 3
+        assert refusal(path, format="vllm").problem
+    assert "arrays found: placement_4_devices" in refusal(path).problem
+    path = written(tmp_path, ".npy", as_npy(np.array([[0, 1, 2, 0]])))
+    assert read_placement(path, num_gpus=2, format="sglang").slots.tolist() == [[[0, 1], [2, 0]]]
+    assert "holds nothing of format vllm" in refusal(path, format="vllm").problem
+    path = written(tmp_path, ".json", json.dumps({MAP: [[0]]}).encode())
+    assert "exactly one key of physical_to_logical;" in refusal(path, format="vllm").problem
+    assert "holds nothing of format slots" in refusal(path, format="slots").problem
+
+
 # Real files
 
 
@@ -171,6 +425,13 @@ def test_the_ascend_map(shared_data: Path) -> None:
     assert holds_placement(path)
 
 
+def test_the_ascend_map_is_written_as_it_was(shared_data: Path, tmp_path: Path) -> None:
+    """To the character, but for white space."""
+    path = shared_data / "vllm_ascend" / "expert_map.json"
+    write_placement(read_placement(path), tmp_path / "again.json", format="vllm-ascend")
+    assert json.loads((tmp_path / "again.json").read_text()) == json.loads(path.read_text())
+
+
 def test_the_omni_placements(shared_data: Path, tmp_path: Path) -> None:
     """Axes in another order are the caller's to move; from there it is a mask like any other."""
     with np.load(shared_data / "omni_placements" / "placements.npz") as archive:
@@ -181,6 +442,11 @@ def test_the_omni_placements(shared_data: Path, tmp_path: Path) -> None:
             assert placement.copies.sum() == held.sum()
             path = written(tmp_path, ".npz", as_npz(mask=held))
             assert read_placement(path, num_gpus=held.shape[1]) == placement
+            path = written(tmp_path, ".npy", as_npy(archive[name]))
+            assert read_placement(path, format="device-mask") == placement
+            write_placement(placement, tmp_path / "again.npz", format="device-mask")
+            with np.load(tmp_path / "again.npz") as again:
+                assert np.array_equal(again["device_mask"], archive[name])
 
 
 @pytest.mark.parametrize(
@@ -205,7 +471,7 @@ def test_a_map_needs_the_number_of_gpus(tmp_path: Path) -> None:
     path = written(tmp_path, ".json", json.dumps({MAP: [[0, 1, 2, 0]]}).encode())
     assert "give num_gpus" in refusal(path).problem
     error = refusal(path, num_gpus=3)
-    assert (error.place, "3 or 6 would" in error.problem) == (MAP, True)
+    assert (error.place, "3 or 6 would" in error.problem) == (f"{MAP}[0]", True)
 
 
 def ascend(*experts: object, **changes: object) -> dict[str, object]:
@@ -227,16 +493,26 @@ def ascend_map(*layers: object, **changes: object) -> dict[str, object]:
         ({"a": 1}, "", "keys found: a"),
         ({MAP: [[0]], "layer_list": []}, "", "exactly one key"),
         ({MAP: 3}, MAP, "3; expected a list"),
-        ({MAP: []}, MAP, "empty, of shape (0,)"),
-        ({MAP: [[]]}, MAP, "empty, of shape (1, 0)"),
+        ({MAP: []}, MAP, "empty"),
+        ({MAP: [[]]}, MAP, "empty"),
         ({MAP: [[0, 1], 5]}, f"{MAP}[1]", "5; expected a list of expert ids"),
-        ({MAP: [[0, 1], [0]]}, f"{MAP}[1]", "1 slots; layer 0 has 2"),
+        ({MAP: [[0, 1], [0]]}, f"{MAP}[1]", "layer 1: expert 1 has no replica"),
         ({MAP: [[0, 1], [0, True]]}, f"{MAP}[1][1]", "True; expected an expert id"),
         ({MAP: [[0, 1.0]]}, f"{MAP}[0][1]", "1.0; expected an expert id"),
         ({MAP: [[0, -2]]}, f"{MAP}[0][1]", "-2; expected an expert id"),
         ({MAP: [0, 2**70]}, f"{MAP}[1]", "expected an expert id"),
-        ({MAP: [[0, 2]]}, MAP, "layer 0: expert 1 has no replica"),
+        ({MAP: [[0, 2]]}, f"{MAP}[0]", "layer 0: expert 1 has no replica"),
         ({MAP: [[-1, -1]]}, MAP, "no slot is filled"),
+        (
+            ascend_map(ascend([0, 1], [1, 0]), ascend([0, 1], [0, 0, 0, -2])),
+            "layer_list[1].device_list[1].device_expert[3]",
+            "-2; expected an expert id",
+        ),
+        (
+            ascend_map(ascend([0, 1], [1, 0]), ascend([0, 0], [0, 0])),
+            "layer_list[1]",
+            "expert 1 has no replica",
+        ),
         (ascend_map(5), "layer_list[0]", "expected an object with the key 'device_list'"),
         ({"layer_list": []}, "", "expected an object with the key 'moe_layer_count'"),
         (ascend_map(), "layer_list", "slots is empty"),
@@ -307,17 +583,41 @@ def test_broken_json_is_refused(tmp_path: Path, content: bytes, message: str) ->
         ({}, "", "arrays found: none"),
         ({"tokens": np.array([[1]])}, "", "arrays found: tokens"),
         ({"slots": np.array([[0]]), "mask": np.array([[True]])}, "", "exactly one array"),
+        (
+            {"slots": np.array([[0, 1]]), "num_experts": np.array(1)},
+            "slots[0][1]",
+            "expert 1 is out of range",
+        ),
+        (
+            {"slots": np.array([[0]]), "num_experts": np.array([1])},
+            "num_experts",
+            "expected one whole number",
+        ),
+        (
+            {"slots": np.array([[0]]), "num_experts": np.array(1.0)},
+            "num_experts",
+            "expected one whole number",
+        ),
+        ({"slots": np.array([[0]]), "num_experts": np.array(2**40)}, "slots", "experts per layer"),
+        ({MAP: np.array([2**64 - 1], dtype=np.uint64)}, MAP, "experts per layer"),
+        ({"device_mask": np.array([[True]])}, "device_mask", "[gpus, layers, experts]"),
+        ({"device_mask": np.array([[[1]]])}, "device_mask", "must be bool"),
+        (
+            {"device_mask": np.array([[[True, True], [True, False]]])},
+            "device_mask[:, 1]",
+            "expert 1 has no replica",
+        ),
         ({"slots": np.array([[True]])}, "slots", "must be integers, not bool"),
         ({"slots": np.array([0])}, "slots", "not of shape (1,)"),
-        ({"slots": np.array([[[0, 3]]])}, "slots", "expert 1 has no replica (nor have 1 more)"),
-        ({"slots": np.array([[0, -2]])}, "slots", "layer 0, GPU 0, slot 1: expert -2"),
+        ({"slots": np.array([[[0, 3]]])}, "slots[0]", "expert 1 has no replica (nor have 1 more)"),
+        ({"slots": np.array([[0, -2]])}, "slots[0][1]", "layer 0, GPU 0, slot 1: expert -2"),
         ({"slots": np.array([[0.0]])}, "slots", "not float64"),
         ({"slots": np.array([["a"]])}, "slots", "must be integers"),
         ({"mask": np.array([[1]])}, "mask", "must be bool"),
         ({"mask": np.zeros((2, 3), dtype=bool)}, "mask", "no true entry"),
         ({"mask": np.array([[True, False]])}, "mask", "expert 1 has no replica"),
-        ({MAP: np.array([[True]])}, MAP, "must be integers"),
-        ({MAP: np.array([[[0]]])}, MAP, "must be [layers, P]"),
+        ({MAP: np.array([[True]])}, f"{MAP}[0]", "must be integers"),
+        ({MAP: np.array([[[0]]])}, MAP, "expected [layers, P]"),
     ],
 )
 def test_archives_of_another_form_are_refused(
@@ -339,7 +639,7 @@ def test_given_numbers_must_be_found(tmp_path: Path, form: str, given: str, foun
     """What the caller knows of the placement is checked against the file."""
     suffix, write = WRITERS[form]
     path = written(tmp_path, suffix, write(Placement([[0, 1], [2, 0]])))
-    numbers = {"num_gpus": 2, "num_experts": 3}
+    numbers: dict[str, Any] = {"num_gpus": 2, "num_experts": 3}
     assert read_placement(path, **numbers).num_gpus == 2
     assert refusal(path, **{**numbers, given: found + 1}).problem
 
@@ -351,7 +651,7 @@ def test_arrays_behind_the_first_are_not_lost_in_silence(tmp_path: Path) -> None
     assert f"{len(content)} bytes follow the array" in error.problem
 
 
-@pytest.mark.parametrize("name", ["map.yaml", "map", "map.csv"])
+@pytest.mark.parametrize("name", ["map.txt", "map", "map.csv"])
 def test_the_suffix_decides(tmp_path: Path, name: str) -> None:
     """A suffix that no reader knows is refused with the list of those that are known."""
     assert ".json, .npy, .npz" in refusal(tmp_path / name).problem
@@ -394,6 +694,53 @@ def test_a_negative_entry_is_an_empty_slot(tmp_path: Path) -> None:
     assert not holds_placement(tmp_path / "counts.csv")
 
 
+def entries(value: Any, place: str = "") -> list[tuple[str, list[Any], int]]:
+    """List every expert id in a document: its path, the list that it is in, and where."""
+    if isinstance(value, dict):
+        inner = [
+            (f"{place}[{key}]" if isinstance(key, int) else f"{place}.{key}".strip("."), held)
+            for key, held in value.items()
+        ]
+        return [entry for path, held in inner for entry in entries(held, path)]
+    if isinstance(value, list) and value and isinstance(value[0], int):
+        return [(f"{place}[{i}]", value, i) for i in range(len(value))]
+    if isinstance(value, list):
+        return [entry for i, held in enumerate(value) for entry in entries(held, f"{place}[{i}]")]
+    return []
+
+
+NOT_IDS = [None, True, False, -2, 5000, 2**70, 0.0, "0", "", [], [0], {}, {"a": 1}]
+
+
+@pytest.mark.parametrize(
+    ("form", "suffix"), [pair for pair in WRITTEN if pair[1] in (".json", ".yaml")]
+)
+@given(data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_whatever_is_no_expert_is_named(
+    folder: Path, form: str, suffix: str, data: st.DataObject
+) -> None:
+    """Of one entry that is wrong the path is given exactly; of one that is missing, the list's."""
+    needed(suffix)
+    layers, gpus = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    slots = np.tile(np.arange(gpus * 2), (layers, 1)).reshape(layers, gpus, 2)
+    path = written(folder, suffix, b"")
+    write_placement(Placement(slots), path, format=form)
+    text = path.read_text()
+    load = json.loads if suffix == ".json" else pytest.importorskip("yaml").safe_load
+    dump = json.dumps if suffix == ".json" else pytest.importorskip("yaml").safe_dump
+    content = load(text)
+    place, holder, at = data.draw(st.sampled_from(entries(content)))
+    holder[at] = data.draw(st.sampled_from(NOT_IDS))
+    path.write_text(dump(content))
+    assert refusal(path, num_gpus=gpus, num_experts=gpus * 2).place == place
+    del holder[at]
+    path.write_text(dump(content))
+    error = refusal(path, num_gpus=gpus, num_experts=gpus * 2)
+    assert error.place
+    assert place.startswith(error.place)
+
+
 # Fuzz: a placement or FormatError, whatever the bytes
 
 _SLOTS = np.array([[[0, 1], [2, -1]], [[2, 1], [0, 0]]])
@@ -404,6 +751,9 @@ INTACT = [
     (".npz", as_npz(mask=_SLOTS > 0)),
     (".json", json.dumps({MAP: _SLOTS.reshape(2, 4).tolist()}).encode()),
     (".json", as_ascend(Placement(_SLOTS))),
+    (".json", json.dumps({"physical_to_logical": [[0, 1, 2, 0], [0, 1]]}).encode()),
+    (".npz", as_npz(slots=_SLOTS, num_experts=np.array(3))),
+    (".npz", as_npz(device_mask=_SLOTS > 0)),
 ]
 
 
@@ -411,6 +761,8 @@ def survives(path: Path) -> None:
     """Read whatever it is: the only error is FormatError."""
     with suppress(FormatError):
         read_placement(path, num_gpus=2)
+    with suppress(FormatError):
+        read_placement(path, num_gpus=2, format="device-mask", draft_layers=1)
     with suppress(FormatError):
         holds_placement(path)
 
@@ -440,7 +792,7 @@ def test_no_damage_crashes_a_reader(
 def nested(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     """Draw lists and objects of such leaves, in any nesting, under the keys that are read."""
     ascend_keys = ["moe_layer_count", "layer_list", "device_count", "device_list", "device_expert"]
-    keys = st.sampled_from([MAP, *ascend_keys])
+    keys = st.sampled_from([MAP, "physical_to_logical", *ascend_keys])
     return st.recursive(
         leaves,
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3),
@@ -458,3 +810,41 @@ def test_no_json_crashes_the_reader(folder: Path, value: Any, key: str | None, l
     """Valid JSON of any structure, and the near-JSON that Python writes for NaN."""
     content = value if key is None else {key: value, "moe_layer_count": layers}
     survives(written(folder, ".json", json.dumps(content).encode()))
+
+
+def test_pt_files_of_another_form_are_refused(tmp_path: Path) -> None:
+    """Other keys, other values, damage and pickled code; SGLang's map is read as a placement."""
+    torch = pytest.importorskip("torch")
+    path = tmp_path / "map.pt"
+    good = torch.tensor([[0, 1, 2, 0], [2, 1, 0, 0]])
+    torch.save({MAP: good, "epoch": 3}, path)
+    assert read_placement(path, num_gpus=2).slots.tolist() == good.reshape(2, 2, 2).tolist()
+    intact = path.read_bytes()
+    for content, place, message in (
+        ({"logical_count": good}, "", "exactly one tensor of physical_to_logical_map"),
+        (good, "", "tensors found: none"),
+        ({MAP: [[0]]}, MAP, "a list; expected a tensor"),
+        ({MAP: good.float()}, f"{MAP}[0]", "must be integers, not float32"),
+        ({MAP: good.reshape(2, 2, 2)}, MAP, "expected [layers, P] or [P]"),
+        ({MAP: good * -2}, f"{MAP}[0][1]", "expert -2 is out of range"),
+        ({MAP: good.to_sparse()}, MAP, "damaged"),
+        ({MAP: good, "code": Path}, "", "damaged"),
+    ):
+        torch.save(content, path)
+        error = refusal(path, num_gpus=2)
+        assert (error.place, message in error.problem) == (place, True), str(error)
+    for damaged in (b"", b"PK", intact[:100], intact[:-40]):
+        path.write_bytes(damaged)
+        assert refusal(path, num_gpus=2).problem
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_no_damage_crashes_the_reader_of_pt(
+    damage: Callable[[st.DataObject, bytes], bytes], folder: Path, data: st.DataObject
+) -> None:
+    """Valid files of `torch.save` with bytes changed, cut short or prolonged."""
+    torch = pytest.importorskip("torch")
+    buffer = io.BytesIO()
+    torch.save({MAP: torch.tensor(_SLOTS)}, buffer)
+    survives(written(folder, ".pt", damage(data, buffer.getvalue())))
