@@ -93,8 +93,10 @@ class Makespan {
             record(search);
         }
         std::int64_t nodes = 1, links = kFirstLinks;
-        for (double close = kClose; !met() && left() > 0; nodes *= 4, links *= 4, close /= 8)
+        for (double close = kClose; !met() && left() > 0; close /= 8) {
             round(search, nodes, links, close, left);
+            nodes = std::min(4 * nodes, max_work), links = std::min(4 * links, max_work);
+        }
     }
 
     // The fewest tokens on the fullest GPU: a bound, and a routing.
