@@ -378,7 +378,9 @@ class Router:
         if out is None:
             tokens = as_tokens(self.placement, tokens)
             out = self.allocate(tokens.shape)
-        elif out.placement is not self.placement or out.objective != self.objective:
+        elif out.placement is not self.placement or (
+            out.objective is not self.objective and out.objective != self.objective
+        ):
             raise ValueError("out is for another placement or objective; make it with allocate()")
         context = NO_CONTEXT
         if source_tokens is not None or topk_ids is not None or stop is not None:

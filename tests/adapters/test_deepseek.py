@@ -86,14 +86,14 @@ def test_tensors_in_tensors_out() -> None:
         assert (given == torch.tensor(weight, dtype=dtype)).all()
 
 
-def test_torch_is_not_imported() -> None:
+def test_torch_is_not_imported(tmp_path: Path) -> None:
     """The adapters do without torch until they are given a tensor."""
     code = (
         "import sys, numpy, eplb_opt.adapters.deepseek as d, eplb_opt.adapters.vllm, "
         "eplb_opt.adapters.vllm_ascend; d.rebalance_experts(numpy.ones((1, 4)), 4, 1, 1, 2); "
         "assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
 
 
 def test_the_answer_is_a_placement() -> None:
