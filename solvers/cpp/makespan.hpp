@@ -45,6 +45,10 @@ class Makespan {
             raise(pricing.time_of_activated(0, static_cast<double>(matching.makespan())), Proof::matching,
                   matching);
         makespan_ = price(routed);
+        // Flow before the greedy start where tokens are what needs most time.
+        const double even = even_tokens();
+        const bool by_tokens = even > bound_;
+        if (!met() && by_tokens) balance();
         if (met()) return Outcome::ok;
 
         choices_.read(layer, tokens, pricing);
@@ -53,10 +57,10 @@ class Makespan {
         if (met() || choices_.experts() == 0) return Outcome::ok;
         if (pricing.simple()) {
             simple_.bind(pricing);
-            run(simple_, max_work);
+            run(simple_, even, by_tokens, max_work);
         } else {
             any_.bind(pricing);
-            run(any_, max_work);
+            run(any_, even, by_tokens, max_work);
         }
         makespan_ = price(routed);  // anew: sums that a search kept may have drifted
         return Outcome::ok;
@@ -74,16 +78,11 @@ class Makespan {
     static constexpr double kClose = 3e-2;  // of the makespan: nearer targets are not tried in the first round
 
     template <class Search>
-    void run(Search& search, std::int64_t max_work) {
-        // Flow before the greedy start where tokens are what needs most time.
-        const double even = even_tokens();
-        const bool by_tokens = even > bound_;
-        if (by_tokens) balance();
-        if (met()) return;
+    void run(Search& search, double even, bool balanced, std::int64_t max_work) {
         none_.assign(choices_.options(), 0.0);
         search.start(none_, std::max(bound_, even));
         record(search);
-        if (!met() && !by_tokens) balance();
+        if (!met() && !balanced) balance();
 
         const std::int64_t before = search.work();
         const auto left = [&] { return max_work - work_ - (search.work() - before); };
