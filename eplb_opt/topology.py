@@ -81,7 +81,7 @@ class Transport:
         >>> from eplb_opt.routing import solve_routing
         >>> routing = solve_routing(Placement([[0, 1], [0, 2]]), [2, 1, 0], objective="tokens")
         >>> transport(routing, [[1, 1, 0], [1, 0, 0]]).assign([[[1], [0]], [[0], [-1]]]).tolist()
-        [[[1], [2]], [[2], [-1]]]
+        [[[1], [0]], [[2], [-1]]]
         """
         placement, lead = self.routing.placement, self.routing.makespan.shape
         layers, sources = placement.num_layers, placement.num_gpus
