@@ -50,7 +50,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -544,10 +544,7 @@ def judge(
         deadline = deadline_of(context)
         if begin is not None:
             begin(tokens, out, context)
-        demand = tokens.reshape(-1, placement.num_experts)
-        routed = out.tokens.reshape(len(demand), -1)
-        of_problem = (out.makespan, out.bound, out.status, out.proved_by)
-        makespan, bound, status, proved_by = (a.reshape(-1) for a in of_problem)
+        demand, routed, makespan, bound, status, proved_by = by_problem(tokens, out)
 
         def solve_one(at: int) -> None:
             of_layer = pairs[at % placement.num_layers]
@@ -564,10 +561,7 @@ def judge(
             makespan[at], bound[at] = verdict.makespan, verdict.bound
             status[at], proved_by[at] = verdict.status, verdict.proof
 
-        # Not the caller's thread: HiGHS keeps a scheduler per thread, and ours would stop the
-        # caller from choosing the threads of their own HiGHS models.
-        with ThreadPoolExecutor(threads) as pool:
-            deque(pool.map(solve_one, range(makespan.size)), maxlen=0)
+        at_a_time(threads, solve_one, range(makespan.size))
         out.activated[...] = (out.tokens > 0).sum(axis=-1)
         out.certificate.fill(False)
 
@@ -618,6 +612,40 @@ def _try(
             f"it proves a makespan of {bound:.10g} or more where {makespan:.10g} is in hand"
         )
     return _Verdict(best, makespan, bound, by)
+
+
+class ByProblem(NamedTuple):
+    """A call's tokens, ``[problems, experts]``, and views of its answer, ``[problems, ...]``."""
+
+    demand: Int64
+    routed: Int64
+    makespan: NDArray[np.float64]
+    bound: NDArray[np.float64]
+    status: NDArray[np.int8]
+    proved_by: NDArray[np.int8]
+
+
+def by_problem(tokens: Int64, out: Routing) -> ByProblem:
+    """Return the problems of a call one below the other."""
+    demand = tokens.reshape(-1, out.placement.num_experts)
+    return ByProblem(
+        demand,
+        out.tokens.reshape(len(demand), -1),
+        out.makespan.reshape(-1),
+        out.bound.reshape(-1),
+        out.status.reshape(-1),
+        out.proved_by.reshape(-1),
+    )
+
+
+def at_a_time(threads: int, work: Callable[[int], None], problems: Iterable[int]) -> None:
+    """Call `work` for every problem, so many of them at a time.
+
+    Not in the caller's thread: HiGHS keeps a scheduler per thread, and ours would stop the caller
+    from choosing the threads of their own HiGHS models.
+    """
+    with ThreadPoolExecutor(threads) as pool:
+        deque(pool.map(work, problems), maxlen=0)
 
 
 def failure(out: Routing, problem: int, error: EngineError) -> EplbError:

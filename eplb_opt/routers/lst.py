@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -14,7 +12,16 @@ from numpy.typing import NDArray
 from eplb_opt.objective import Curve, Objective
 from eplb_opt.placement import Placement
 from eplb_opt.routers.base import Context, Solve, Traits
-from eplb_opt.routers.exact import EngineError, Program, failure, linear_time, pairs_of, require
+from eplb_opt.routers.exact import (
+    EngineError,
+    Program,
+    at_a_time,
+    by_problem,
+    failure,
+    linear_time,
+    pairs_of,
+    require,
+)
 from eplb_opt.routers.highs import BOUND_TOLERANCE, Rows, new_engine
 from eplb_opt.status import Proof, Status
 
@@ -76,10 +83,7 @@ class Lst:
         pairs = pairs_of(placement, objective)
 
         def solve(tokens: NDArray[np.int64], out: Routing, _: Context) -> None:
-            demand = tokens.reshape(-1, placement.num_experts)
-            routed = out.tokens.reshape(len(demand), -1)
-            of_problem = (out.makespan, out.bound, out.status, out.proved_by)
-            makespan, bound, status, proved_by = (a.reshape(-1) for a in of_problem)
+            demand, routed, makespan, bound, status, proved_by = by_problem(tokens, out)
 
             def solve_one(at: int) -> None:
                 of_layer = pairs[at % placement.num_layers]
@@ -98,9 +102,7 @@ class Lst:
                 proved_by[at] = Proof.LP if relaxed >= counted else Proof.COUNT
                 status[at] = Status.OPTIMAL if makespan[at] == bound[at] else Status.FEASIBLE
 
-            # Not the caller's thread, see `exact.judge`.
-            with ThreadPoolExecutor(threads) as pool:
-                deque(pool.map(solve_one, range(len(demand))), maxlen=0)
+            at_a_time(threads, solve_one, range(len(demand)))
             out.activated[...] = (out.tokens > 0).sum(axis=-1)
             out.certificate.fill(False)
 

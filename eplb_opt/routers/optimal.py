@@ -5,9 +5,7 @@ from __future__ import annotations
 import bisect
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -24,6 +22,8 @@ from eplb_opt.routers.exact import (
     EngineError,
     Found,
     Program,
+    at_a_time,
+    by_problem,
     deadline_of,
     failure,
     installed,
@@ -105,10 +105,7 @@ class Optimal:
         def solve(tokens: NDArray[np.int64], out: Routing, context: Context) -> None:
             deadline = deadline_of(context)
             search(tokens, out, context)
-            demand = tokens.reshape(-1, placement.num_experts)
-            routed = out.tokens.reshape(len(demand), -1)
-            of_problem = (out.makespan, out.bound, out.status, out.proved_by)
-            makespan, bound, status, proved_by = (a.reshape(-1) for a in of_problem)
+            demand, routed, makespan, bound, status, proved_by = by_problem(tokens, out)
             by_gpu = (out.activated, out.certificate)
             activated, certificate = (a.reshape(len(demand), -1) for a in by_gpu)
 
@@ -133,9 +130,7 @@ class Optimal:
                     makespan[at] = known.makespan
                 status[at] = Status.FEASIBLE if known.is_open else Status.OPTIMAL
 
-            # Not the caller's thread, see `exact.judge`.
-            with ThreadPoolExecutor(threads) as pool:
-                deque(pool.map(prove, np.flatnonzero(status != Status.OPTIMAL)), maxlen=0)
+            at_a_time(threads, prove, np.flatnonzero(status != Status.OPTIMAL).tolist())
 
         return solve
 
