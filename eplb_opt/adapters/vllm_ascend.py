@@ -30,7 +30,14 @@ _WORTH_A_CHANGE = 0.95  # of the summed peak
 _DEVIATIONS, _GROUPS, _WIDTH = FlashLb().z, FlashLb().depth, FlashLb().width
 
 
-class RandomLoadBalance:
+class _WithoutSettings:
+    """A policy that takes the engine's settings and looks at none of them."""
+
+    def __init__(self, config: object = None) -> None:
+        del config
+
+
+class RandomLoadBalance(_WithoutSettings):
     """Policy 0: the last slots of devices 1 and 3 change places; always says to change.
 
     Parameters
@@ -38,9 +45,6 @@ class RandomLoadBalance:
     config
         Not looked at.
     """
-
-    def __init__(self, config: object = None) -> None:
-        del config
 
     def rebalance_experts(
         self, current_expert_table: Any, expert_workload: Any
@@ -57,7 +61,7 @@ class RandomLoadBalance:
         return 1, [-layer for layer in range(len(slots))], _table(slots, current_expert_table)
 
 
-class DefaultEplb:
+class DefaultEplb(_WithoutSettings):
     """Policy 1, the default; see `eplb_opt.placers.AscendDefault`.
 
     Parameters
@@ -74,9 +78,6 @@ class DefaultEplb:
     (1, [0], [[[0, 2], [2, 1], [3, 2]]])
     """
 
-    def __init__(self, config: object = None) -> None:
-        del config
-
     def rebalance_experts(
         self, current_expert_table: Any, expert_workload: Any
     ) -> tuple[int, NDArray[np.int64], Any]:
@@ -92,7 +93,7 @@ class DefaultEplb:
         return (*_gain(before, after), _table(slots, current_expert_table))
 
 
-class SwiftBalanceEplb:
+class SwiftBalanceEplb(_WithoutSettings):
     """Policy 2, the one that is recommended; see `eplb_opt.placers.Swift`.
 
     Parameters
@@ -100,9 +101,6 @@ class SwiftBalanceEplb:
     config
         Not looked at.
     """
-
-    def __init__(self, config: object = None) -> None:
-        del config
 
     def rebalance_experts(
         self, current_expert_table: Any, expert_workload: Any

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from eplb_opt.errors import FormatError
+from eplb_opt.formats.values import without_repeats
 from eplb_opt.objective import Curve, Objective, Piece
 
 __all__ = ["parse_objective", "read_objective"]
@@ -45,7 +46,7 @@ def read_objective(path: str | os.PathLike[str]) -> Objective:
 def parse_objective(text: str | bytes, path: str | os.PathLike[str]) -> Objective:
     """Return the objective in the text; `path` is for errors."""
     try:
-        content = json.loads(text, object_pairs_hook=_without_repeats)
+        content = json.loads(text, object_pairs_hook=without_repeats)
     except (ValueError, RecursionError) as error:
         raise FormatError(path, "", f"damaged, or not JSON ({error})") from error
     reader = _Reader(path)
@@ -141,11 +142,3 @@ _KINDS = {
 
 def _kind(value: object) -> str:
     return _KINDS[type(value)]
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object; the parser alone would keep the last of repeated keys in silence."""
-    content = dict(pairs)
-    if len(content) != len(pairs):
-        raise ValueError("a key occurs twice in one object")
-    return content
