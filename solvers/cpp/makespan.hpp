@@ -72,7 +72,6 @@ class Makespan {
     bool in_certificate(int gpu) const { return certificate_.contains(gpu); }
 
   private:
-    static constexpr double kBelow = 1 - 1e-12;  // sums in another order may round down
     static constexpr std::uint64_t kSeed = 0x9E3779B97F4A7C15;
     static constexpr std::int64_t kNodeWork = 200, kStartLinks = 100, kFirstLinks = 500;
     static constexpr double kClose = 3e-2;  // of the makespan: nearer targets are not tried in the first round

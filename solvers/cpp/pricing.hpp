@@ -16,6 +16,7 @@
 namespace eplb {
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
+constexpr double kBelow = 1 - 1e-12;  // what is added up in another order may round down
 
 struct Piece {
     double offset, activation, tile, token;
@@ -132,7 +133,6 @@ class Pricing {
     double slowness(int gpu) const { return slowness_[gpu]; }
 
   private:
-    static constexpr double kBelow = 1 - 1e-12;  // what is added up in another order may round down
     static constexpr double kMostActivated = 4096, kMostTokens = 9007199254740992.0;  // experts; 2^53
 
     // The largest integer from -1 to `limit` that fits; fitting ends once.

@@ -213,23 +213,22 @@ class Rebalance {
     }
 
     double over(int g) const { return price_.over(g, sum_[g], target_); }
-    double over_with(std::int32_t o, double amount) const {
-        const int g = choices_.option(o).gpu;
-        typename Price::Sum s = sum_[g];
+    // What an option's GPU has with so many tokens more there.
+    typename Price::Sum sum_with(std::int32_t o, double amount) const {
+        typename Price::Sum s = sum_[choices_.option(o).gpu];
         s -= price_.replica(tokens_[o]), s += price_.replica(tokens_[o] + amount);
-        return price_.over(g, s, target_);
+        return s;
+    }
+    double over_with(std::int32_t o, double amount) const {
+        return price_.over(choices_.option(o).gpu, sum_with(o, amount), target_);
     }
     double time_with(std::int32_t o, double amount) const {
-        const int g = choices_.option(o).gpu;
-        typename Price::Sum s = sum_[g];
-        s -= price_.replica(tokens_[o]), s += price_.replica(tokens_[o] + amount);
-        return price_.time(g, s);
+        return price_.time(choices_.option(o).gpu, sum_with(o, amount));
     }
     void give(std::int32_t o, double amount) {
         const int g = choices_.option(o).gpu;
-        sum_[g] -= price_.replica(tokens_[o]);
+        sum_[g] = sum_with(o, amount);
         tokens_[o] += amount;
-        sum_[g] += price_.replica(tokens_[o]);
         time_[g] = price_.time(g, sum_[g]);
     }
     double room(std::int32_t o, double limit) const {
