@@ -28,15 +28,17 @@ from eplb_opt.errors import (
 )
 from eplb_opt.formats.placements import PlacementFormat, read_placement, write_placement
 from eplb_opt.gap import optimality_gap
+from eplb_opt.measure import Measure, Split
 from eplb_opt.metrics import PlacementMetrics
 from eplb_opt.objective import OBJECTIVES, Curve, Objective, Piece
 from eplb_opt.placement import Placement
 from eplb_opt.placers import placement_methods
 from eplb_opt.placing import PlacementPlan, solve_placement
 from eplb_opt.regime import RegimeMap, regime_map
-from eplb_opt.routers import RoutingMethod, TimeLimit, routing_methods
+from eplb_opt.routers import RoutingMethod, routing_methods
 from eplb_opt.routing import Router, Routing, RoutingSummary, solve_routing
 from eplb_opt.status import Proof, Status
+from eplb_opt.stopping import TimeLimit
 from eplb_opt.topology import Transport, transport
 from eplb_opt.trace import LoadTrace, TokenTrace, read_trace
 from eplb_opt.workload import MODEL_SHAPES, ModelShape, Workload, model_shape
@@ -63,6 +65,7 @@ __all__ = [
     "InvalidPlacementError",
     "InvalidTokensError",
     "LoadTrace",
+    "Measure",
     "ModelShape",
     "Objective",
     "Piece",
@@ -77,6 +80,7 @@ __all__ = [
     "RoutingMethod",
     "RoutingSummary",
     "SolverUnavailableError",
+    "Split",
     "Status",
     "TimeLimit",
     "TokenTrace",

@@ -45,8 +45,9 @@ from eplb_opt.report import (
     print_study,
     print_trace,
 )
-from eplb_opt.routers import TimeLimit, resolve_method
+from eplb_opt.routers import resolve_method
 from eplb_opt.routing import solve_routing
+from eplb_opt.stopping import TimeLimit
 from eplb_opt.trace import LoadTrace, TokenTrace, read_trace
 from eplb_opt.workload import Stage, Workload, model_shape
 

@@ -23,9 +23,10 @@ from eplb_opt.objective import Objective
 from eplb_opt.placement import slots_for
 from eplb_opt.placers import PlacementMethod
 from eplb_opt.placing import as_load, solve_placement
-from eplb_opt.routers import RoutingMethod, TimeLimit, resolve_method, routing_methods
+from eplb_opt.routers import RoutingMethod, resolve_method, routing_methods
 from eplb_opt.routing import Router
 from eplb_opt.status import Status
+from eplb_opt.stopping import TimeLimit
 from eplb_opt.trace import LoadTrace, TokenTrace, read_trace
 from eplb_opt.workload import Workload
 

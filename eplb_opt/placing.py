@@ -12,10 +12,20 @@ from numpy.typing import ArrayLike, NDArray
 from eplb_opt import _core
 from eplb_opt.arrays import as_array
 from eplb_opt.errors import InvalidPlacementError, InvalidTokensError
+from eplb_opt.measure import Measure, Split
 from eplb_opt.metrics import PlacementMetrics, count_moves
+from eplb_opt.objective import Objective
 from eplb_opt.placement import Placement, require_slots
-from eplb_opt.placers import PlacementMethod, PlacementProblem, resolve_placer
-from eplb_opt.status import Status
+from eplb_opt.placers import (
+    Batches,
+    Placed,
+    PlacementMethod,
+    PlacementProblem,
+    placement_methods,
+    resolve_placer,
+)
+from eplb_opt.status import Proof, Status
+from eplb_opt.stopping import TimeLimit
 
 __all__ = ["PlacementPlan", "as_load", "solve_placement"]
 
@@ -33,12 +43,18 @@ class PlacementPlan:
     placement
         The placement.
     makespan
-        Float64 ``[layers]`` (a scalar array without a layer axis): the largest GPU's load when
-        every expert's load is split equally over its copies.
+        Float64 ``[layers]`` (a scalar array without a layer axis): the largest GPU's load, by the
+        measure that was asked for.
     bound
-        Float64, the same shape: the mean load of a GPU, which no placement gets below.
+        Float64, the same shape: what no placement gets below, or, from a method that proves its own
+        answer, none without shared copies on the method's nodes.
+    proved_by
+        Int8 `Proof`, the same shape: who proved the bound.
+    measure
+        How copies share a load and windows sum up.
     metrics
-        The placement by the measures that engines print; always with a layer axis.
+        The placement by the measures that engines print, on the windows' mean load split equally;
+        always with a layer axis.
     before
         The same of the placement that was served before, on the same load; None without one.
     moves
@@ -59,6 +75,8 @@ class PlacementPlan:
     placement: Placement
     makespan: NDArray[np.float64]
     bound: NDArray[np.float64]
+    proved_by: NDArray[np.int8]
+    measure: Measure
     metrics: PlacementMetrics
     before: PlacementMetrics | None = None
     moves: NDArray[np.int64] | None = None
@@ -67,8 +85,15 @@ class PlacementPlan:
     @property
     def balance(self) -> NDArray[np.float64]:
         """Float64, as `makespan`: mean GPU load over the largest; 1 for a layer without load."""
-        loaded = self.makespan > 0
-        return np.asarray(np.where(loaded, self.bound / np.where(loaded, self.makespan, 1), 1.0))
+        balance = 1 / self.metrics.par
+        return np.asarray(balance.reshape(self.makespan.shape))
+
+    @property
+    def gap(self) -> NDArray[np.float64]:
+        """Float64, as `makespan`: makespan over bound, less 1; 0 for a layer without load."""
+        loaded = self.bound > 0
+        over = np.where(loaded, self.makespan / np.where(loaded, self.bound, 1.0), 1.0)
+        return np.asarray(over - 1)
 
     @property
     def status(self) -> NDArray[np.int8]:
@@ -90,8 +115,16 @@ def solve_placement(
     num_nodes: int = 1,
     num_groups: int = 1,
     previous: Placement | ArrayLike | None = None,
+    max_moves: int | None = None,
     method: str | PlacementMethod = "deepseek",
     distinct: bool = False,
+    split: Split | str = Split.EQUAL,
+    over_windows: str | float = "mean",
+    tokens_per_batch: int | None = None,
+    top_k: int = 8,
+    objective: Objective | str | None = None,
+    stop: TimeLimit | None = None,
+    threads: int = 1,
 ) -> PlacementPlan:
     """Decide which experts get copies and where every copy lives.
 
@@ -100,8 +133,8 @@ def solve_placement(
     load
         Int or float ``[layers, experts]`` (or ``[experts]``): tokens of each expert, or any measure
         of its load; finite, not negative. A layer without any load is spread evenly. At most 4,096
-        experts. Or several windows of time, ``[windows, layers, experts]``: methods that do not
-        take windows place for their mean, and the plan is measured on it.
+        experts. Or several windows of time, ``[windows, layers, experts]``: engines' policies place
+        for their mean (`flashlb` for their variance too), and the plan is measured on each.
     num_gpus, slots_per_gpu
         The slots to fill; at most 1,024 GPUs.
     num_nodes
@@ -113,6 +146,8 @@ def solve_placement(
         The placement that is served now (a `Placement`, or its slots): what the methods that change
         a placement start from, and what moves are counted against. In the methods that look at it,
         slots that are empty stay empty.
+    max_moves
+        The most weights that GPUs may receive over all layers, to get from `previous` here.
     method
         A name from `eplb_opt.placement_methods`, with options as in ``"deepseek:form=global"``, or
         an instance.
@@ -120,6 +155,21 @@ def solve_placement(
         Repair what the method answers where two copies of an expert share a GPU: by swaps that keep
         the peak at what it was where they can, within the nodes that the method kept experts to.
         Copies beyond one per GPU go to other experts.
+    split, over_windows
+        What the makespan is: see `Measure`. Methods of our own minimise it, engines' policies do
+        what they do.
+    tokens_per_batch
+        For a method that places for the routing of batches: tokens of one over all GPUs, whose
+        experts are drawn by `load`. Without it, every window is one batch as recorded.
+    top_k
+        Experts per token, with `tokens_per_batch`.
+    objective
+        What a GPU's time is taken to be when batches are routed, for such a method;
+        ``"activations"`` if not given.
+    stop
+        `TimeLimit` for the exact engines, over all layers.
+    threads
+        Threads over the layers, for methods that take long.
 
     Returns
     -------
@@ -139,7 +189,8 @@ def solve_placement(
         with wrong ids, or one that the method cannot start from.
     ValueError
         No GPUs, slots, nodes or groups; nodes that do not divide the GPUs, or groups that do not
-        divide the experts; an unknown method or option.
+        divide the experts; an unknown method or option; an argument that the method does not heed,
+        or a budget of moves without a previous placement.
     TypeError
         Numbers of GPUs, slots, nodes or groups that are not integers.
 
@@ -170,6 +221,14 @@ def solve_placement(
     _require_divides(nodes, "nodes", gpus, "GPUs")
     _require_divides(groups, "groups", experts, "experts")
     mean = windows[0] if len(windows) == 1 else windows.mean(axis=0)
+    placer = resolve_placer(method)
+    heeded = {
+        "max_moves": max_moves,
+        "tokens_per_batch": tokens_per_batch,
+        "objective": objective,
+        "stop": stop,
+    }
+    _require_heeded(placer, method, {name for name, given in heeded.items() if given is not None})
     problem = PlacementProblem(
         windows,
         mean,
@@ -178,8 +237,13 @@ def solve_placement(
         nodes,
         groups,
         _as_previous(previous, (len(mean), gpus, per_gpu), experts),
+        _as_budget(max_moves, previous),
+        Measure(Split(split), over_windows),
+        _as_batches(placer, tokens_per_batch, top_k, objective, experts),
+        stop,
+        _at_least_1(threads, "threads"),
     )
-    placed = resolve_placer(method).place(problem)
+    placed = placer.place(problem)
     slots = placed.slots
     if slots.shape != problem.shape:
         raise InvalidPlacementError(
@@ -189,22 +253,72 @@ def solve_placement(
         slots = np.array(slots, dtype=np.int32, order="C")
         _core.make_distinct(mean, placed.nodes, slots)
     placement = Placement(slots if layered else slots[0], num_experts=experts)
-    return _measured(problem, placement, placed.note)
+    return _measured(problem, placement, placed)
 
 
-def _measured(problem: PlacementProblem, placement: Placement, note: str) -> PlacementPlan:
-    load = problem.load
-    metrics = PlacementMetrics.of(placement, load)
-    makespan = metrics.peak
-    bound = np.minimum(load.sum(axis=-1) / problem.num_gpus, makespan)  # may differ by rounding
+def _measured(problem: PlacementProblem, placement: Placement, placed: Placed) -> PlacementPlan:
+    measure = problem.measure
+    makespan = measure.makespan(placement, problem.windows)
+    bound = measure.sum_up(problem.windows.sum(axis=-1) / problem.num_gpus)
+    proved_by = np.full(len(bound), Proof.COUNT, np.int8)
+    if placed.bound is not None:
+        proved_by[placed.bound > bound] = placed.proved_by
+        bound = np.maximum(bound, placed.bound)
+    bound = np.minimum(bound, makespan)  # may differ by rounding
     moves, before = None, None
     if problem.previous is not None:
-        before = PlacementMetrics.of(problem.previous, load)
+        before = PlacementMetrics.of(problem.previous, problem.load)
         moves = count_moves(problem.previous, placement)
     if not placement.layered:
-        makespan, bound = np.asarray(makespan[0]), np.asarray(bound[0])
+        makespan, bound, proved_by = (np.asarray(of[0]) for of in (makespan, bound, proved_by))
         moves = None if moves is None else np.asarray(moves[0])
-    return PlacementPlan(placement, makespan, bound, metrics, before, moves, note)
+    return PlacementPlan(
+        placement,
+        makespan,
+        bound,
+        proved_by,
+        measure,
+        PlacementMetrics.of(placement, problem.load),
+        before,
+        moves,
+        placed.note,
+    )
+
+
+def _require_heeded(
+    placer: PlacementMethod, method: str | PlacementMethod, given: set[str]
+) -> None:
+    """Refuse arguments that the method would not heed."""
+    for name in sorted(given - placer.traits.takes):
+        known = [other for other, traits in placement_methods().items() if name in traits.takes]
+        raise ValueError(f"{method} does not heed {name}; methods that do: {', '.join(known)}")
+
+
+def _as_budget(max_moves: int | None, previous: object) -> int | None:
+    if max_moves is None:
+        return None
+    if previous is None:
+        raise ValueError("max_moves counts from a previous placement; give previous")
+    budget = operator.index(max_moves)
+    if budget < 0:
+        raise ValueError(f"max_moves must be at least 0, not {budget}")
+    return budget
+
+
+def _as_batches(
+    placer: PlacementMethod,
+    tokens: int | None,
+    top_k: int,
+    objective: Objective | str | None,
+    experts: int,
+) -> Batches | None:
+    if "tokens_per_batch" not in placer.traits.takes:
+        return None
+    k = _at_least_1(top_k, "top_k")
+    if k > experts:
+        raise ValueError(f"top_k is {k}, and there are {experts} experts")
+    given = None if tokens is None else _at_least_1(tokens, "tokens_per_batch")
+    return Batches(given, k, Objective.of("activations" if objective is None else objective))
 
 
 def as_load(load: ArrayLike) -> NDArray[np.float64]:

@@ -62,9 +62,10 @@ def print_presets() -> None:
         table.add_row(name, traits.objectives, proves, ", ".join(needs), traits.summary)
     console.print(table)
 
-    table = _table("Placement methods", "method", left=2)
-    for name, summary in placement_methods().items():
-        table.add_row(name, summary)
+    table = _table("Placement methods", "method", "takes", "proves", left=4)
+    for name, placer in placement_methods().items():
+        proves = "its own" if placer.exact else ""
+        table.add_row(name, ", ".join(sorted(placer.takes)), proves, placer.summary)
     console.print(table)
 
 

@@ -17,9 +17,10 @@ from eplb_opt.errors import EplbError, InvalidTokensError
 from eplb_opt.objective import Objective
 from eplb_opt.placement import Placement
 from eplb_opt.routers import resolve_method
-from eplb_opt.routers.base import NO_CONTEXT, Context, RoutingMethod, TimeLimit, refuse
+from eplb_opt.routers.base import NO_CONTEXT, Context, RoutingMethod, refuse
 from eplb_opt.routers.makespan import prover
 from eplb_opt.status import Proof, Status
+from eplb_opt.stopping import TimeLimit
 
 __all__ = ["Proof", "Router", "Routing", "RoutingSummary", "Status", "solve_routing"]
 

@@ -21,9 +21,10 @@ from eplb_opt.gap import GapRow, GapStudy, default_methods, optimality_gap
 from eplb_opt.objective import Objective, Piece
 from eplb_opt.placement import Placement
 from eplb_opt.placing import solve_placement
-from eplb_opt.routers import Flow, Matching, TimeLimit, Traits, Uniform, finish
+from eplb_opt.routers import Flow, Matching, Traits, Uniform, finish
 from eplb_opt.routers.base import Solve
 from eplb_opt.routing import Routing, solve_routing
+from eplb_opt.stopping import TimeLimit
 from eplb_opt.trace import LoadTrace, TokenTrace
 from eplb_opt.workload import Workload
 

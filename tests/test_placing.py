@@ -15,11 +15,13 @@ from numpy.typing import NDArray
 
 from eplb_opt import _core
 from eplb_opt.errors import InfeasibleError, InvalidPlacementError, InvalidTokensError
+from eplb_opt.metrics import equal_split
 from eplb_opt.placement import Placement
 from eplb_opt.placers import (
     DeepSeek,
     Placed,
     PlacementProblem,
+    PlacerTraits,
     first_placement,
     placement_methods,
     resolve_placer,
@@ -284,7 +286,7 @@ def test_sizes_must_be_integers(size: Any) -> None:
 class NoPlacer:
     """A placer that must not be called."""
 
-    summary: ClassVar[str] = "none"
+    traits: ClassVar[PlacerTraits] = PlacerTraits("none")
 
     def place(self, problem: PlacementProblem) -> Placed:
         """Fail."""
@@ -316,7 +318,7 @@ def test_an_unknown_method_lists_the_known() -> None:
             solve_placement([1], num_gpus=1, slots_per_gpu=1, method=wrong)  # type: ignore[arg-type]
     methods = placement_methods()
     assert "deepseek" in methods
-    assert all(methods.values())
+    assert all(traits.summary for traits in methods.values())
 
 
 def test_options_by_name() -> None:
@@ -331,7 +333,7 @@ def test_options_by_name() -> None:
 class Backwards:
     """A placer of one's own: slot by slot, the experts backwards."""
 
-    summary: ClassVar[str] = "experts backwards"
+    traits: ClassVar[PlacerTraits] = PlacerTraits("experts backwards")
 
     def place(self, problem: PlacementProblem) -> Placed:
         """Place all layers alike."""
@@ -351,7 +353,7 @@ def test_a_placer_of_ones_own() -> None:
 class OneSlot:
     """A placer that answers in the wrong shape."""
 
-    summary: ClassVar[str] = "one slot"
+    traits: ClassVar[PlacerTraits] = PlacerTraits("one slot")
 
     def place(self, problem: PlacementProblem) -> Placed:
         """Place one expert."""
@@ -397,12 +399,14 @@ def test_nodes_and_groups_are_of_equal_size(nodes: int, groups: int, message: st
 
 
 def test_windows_are_placed_by_their_mean() -> None:
-    """Methods without windows place, and the plan measures, the mean load of the windows."""
+    """Methods without windows place for the mean load; the plan measures every window."""
     windows = np.random.default_rng(0).integers(0, 99, (3, 2, 8))
     plan = solve_placement(windows, num_gpus=4, slots_per_gpu=3)
     mean = solve_placement(windows.mean(axis=0), num_gpus=4, slots_per_gpu=3)
     assert plan.placement == mean.placement
-    assert plan.makespan.tolist() == mean.makespan.tolist()
+    assert plan.metrics.peak.tolist() == mean.makespan.tolist()
+    each = [equal_split(plan.placement, load).max(axis=-1) for load in windows]
+    assert plan.makespan.tolist() == np.mean(each, axis=0).tolist()
     one = solve_placement(windows[:1], num_gpus=4, slots_per_gpu=3)
     assert one.placement == solve_placement(windows[0], num_gpus=4, slots_per_gpu=3).placement
     with pytest.raises(InvalidTokensError, match="window 1, layer 0, expert 2 has load -1"):

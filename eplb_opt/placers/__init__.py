@@ -9,7 +9,14 @@ from typing import Any
 from eplb_opt.options import make_method
 from eplb_opt.placers.ascend_default import AscendDefault
 from eplb_opt.placers.ascend_random import AscendRandom
-from eplb_opt.placers.base import Placed, PlacementMethod, PlacementProblem, first_placement
+from eplb_opt.placers.base import (
+    Batches,
+    Placed,
+    PlacementMethod,
+    PlacementProblem,
+    PlacerTraits,
+    first_placement,
+)
 from eplb_opt.placers.deepseek import DeepSeek
 from eplb_opt.placers.flashlb import FlashLb
 from eplb_opt.placers.swift import Swift
@@ -18,11 +25,13 @@ from eplb_opt.placers.trtllm import TrtLlm
 __all__ = [
     "AscendDefault",
     "AscendRandom",
+    "Batches",
     "DeepSeek",
     "FlashLb",
     "Placed",
     "PlacementMethod",
     "PlacementProblem",
+    "PlacerTraits",
     "Swift",
     "TrtLlm",
     "first_placement",
@@ -42,15 +51,15 @@ _METHODS: Mapping[str, type[Any]] = MappingProxyType(
 )
 
 
-def placement_methods() -> dict[str, str]:
-    """Return one line on each placement method, by name.
+def placement_methods() -> dict[str, PlacerTraits]:
+    """Return what each placement method can do, by name.
 
     Examples
     --------
-    >>> print(placement_methods()["swift"])
+    >>> print(placement_methods()["swift"].summary)
     vLLM-Ascend policy 2: regrant copies, then a few swaps
     """
-    return {name: method.summary for name, method in _METHODS.items()}
+    return {name: method.traits for name, method in _METHODS.items()}
 
 
 def resolve_placer(method: str | PlacementMethod) -> PlacementMethod:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb_opt import _core
-from eplb_opt.placers.base import Placed, PlacementProblem
+from eplb_opt.placers.base import Placed, PlacementProblem, PlacerTraits
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,9 @@ class AscendDefault:
     232.0
     """
 
-    summary: ClassVar[str] = "vLLM-Ascend policy 1: extra copies in turn, first copies by load"
+    traits: ClassVar[PlacerTraits] = PlacerTraits(
+        "vLLM-Ascend policy 1: extra copies in turn, first copies by load"
+    )
 
     def place(self, problem: PlacementProblem) -> Placed:
         """Place the experts of all layers."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from eplb_opt.errors import InvalidPlacementError
-from eplb_opt.placers.base import Placed, PlacementProblem
+from eplb_opt.placers.base import Placed, PlacementProblem, PlacerTraits
 
 _SWAPPED = (1, 3)
 
@@ -32,7 +32,9 @@ class AscendRandom:
     [[0, 1], [2, 7], [4, 5], [6, 3]]
     """
 
-    summary: ClassVar[str] = "vLLM-Ascend policy 0: swap the last slots of GPUs 1 and 3"
+    traits: ClassVar[PlacerTraits] = PlacerTraits(
+        "vLLM-Ascend policy 0: swap the last slots of GPUs 1 and 3"
+    )
 
     def place(self, problem: PlacementProblem) -> Placed:
         """Place the experts of all layers."""

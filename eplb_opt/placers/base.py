@@ -2,16 +2,70 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eplb_opt.errors import InfeasibleError, InvalidPlacementError
+from eplb_opt.measure import Measure
+from eplb_opt.objective import Objective
 from eplb_opt.placement import EMPTY, Placement
+from eplb_opt.status import Proof
+from eplb_opt.stopping import TimeLimit
 
-__all__ = ["Placed", "PlacementMethod", "PlacementProblem", "first_placement"]
+__all__ = [
+    "Batches",
+    "Placed",
+    "PlacementMethod",
+    "PlacementProblem",
+    "PlacerTraits",
+    "first_placement",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacerTraits:
+    """What a placement method can do.
+
+    Attributes
+    ----------
+    summary
+        One line.
+    takes
+        What it heeds, of the arguments of `eplb_opt.solve_placement` that others refuse:
+        ``"max_moves"``, ``"tokens_per_batch"``, ``"objective"``, ``"stop"``.
+    exact
+        Whether it proves its own answer.
+    extra
+        The extra that installs what it needs, or None.
+    """
+
+    summary: str
+    takes: frozenset[str] = frozenset()
+    exact: bool = False
+    extra: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """What the batches to come look like, for a method that places for their routing.
+
+    Attributes
+    ----------
+    tokens
+        Tokens of a batch over all GPUs, each routed to `top_k` experts by the loads' popularity; or
+        None: every window of loads is a batch as recorded.
+    top_k
+        Experts per token.
+    objective
+        What a GPU's time is taken to be when a batch is routed.
+    """
+
+    tokens: int | None
+    top_k: int
+    objective: Objective
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,6 +87,16 @@ class PlacementProblem:
         Groups of consecutive experts, equally many each.
     previous
         The placement that is served now, or None; an expert may be missing.
+    max_moves
+        The most weights that GPUs may receive over all layers, from `previous`; None: any number.
+    measure
+        What the answer's makespan will be.
+    batches
+        What will be routed, or None: the loads say all.
+    stop
+        Time limit over all layers, or None.
+    threads
+        Threads over the layers.
     """
 
     windows: NDArray[np.float64]
@@ -42,6 +106,11 @@ class PlacementProblem:
     num_nodes: int = 1
     num_groups: int = 1
     previous: Placement | None = None
+    max_moves: int | None = None
+    measure: Measure = field(default_factory=Measure)
+    batches: Batches | None = None
+    stop: TimeLimit | None = None
+    threads: int = 1
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -111,11 +180,19 @@ class Placed:
     nodes
         Nodes, each with all slots of its experts: what is repaired later stays within. 1 for a
         method that does not keep experts to nodes.
+    bound
+        Float64 ``[layers]``: makespans, by the problem's measure, that the method has proven no
+        placement on these nodes without shared copies to get below; None from one that proves
+        nothing.
+    proved_by
+        Who proved it.
     """
 
     slots: NDArray[np.int32]
     note: str = ""
     nodes: int = 1
+    bound: NDArray[np.float64] | None = None
+    proved_by: Proof = Proof.NONE
 
 
 class PlacementMethod(Protocol):
@@ -126,7 +203,7 @@ class PlacementMethod(Protocol):
     One's own, which gives the experts out in turn:
 
     >>> class InTurn:
-    ...     summary = "experts in turn"
+    ...     traits = PlacerTraits("experts in turn")
     ...
     ...     def place(self, problem):
     ...         return Placed(first_placement(*problem.shape, num_experts=problem.load.shape[1]))
@@ -136,7 +213,7 @@ class PlacementMethod(Protocol):
     ([[0, 1], [2, 0]], 3.5)
     """
 
-    summary: ClassVar[str]
+    traits: ClassVar[PlacerTraits]
 
     def place(self, problem: PlacementProblem) -> Placed:
         """Place the experts of all layers."""

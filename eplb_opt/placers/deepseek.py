@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from eplb_opt import _core
-from eplb_opt.placers.base import Placed, PlacementProblem
+from eplb_opt.placers.base import Placed, PlacementProblem, PlacerTraits
 
 _FORMS = ("auto", "global", "hierarchical")
 
@@ -52,7 +52,7 @@ class DeepSeek:
     [[0, 0, 3], [0, 1, 2]]
     """
 
-    summary: ClassVar[str] = (
+    traits: ClassVar[PlacerTraits] = PlacerTraits(
         "DeepSeek EPLB: replicate the hottest, pack the heaviest first; groups to nodes"
     )
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb_opt import _core
-from eplb_opt.placers.base import Placed, PlacementProblem
+from eplb_opt.placers.base import Placed, PlacementProblem, PlacerTraits
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,9 @@ class FlashLb:
     200.0
     """
 
-    summary: ClassVar[str] = "vLLM-Ascend policy 3: search over copies, by mean and variance"
+    traits: ClassVar[PlacerTraits] = PlacerTraits(
+        "vLLM-Ascend policy 3: search over copies, by mean and variance"
+    )
 
     z: float = 0.6744897501960817
     depth: int = 4

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb_opt import _core
-from eplb_opt.placers.base import Placed, PlacementProblem
+from eplb_opt.placers.base import Placed, PlacementProblem, PlacerTraits
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,9 @@ class Swift:
     232.0
     """
 
-    summary: ClassVar[str] = "vLLM-Ascend policy 2: regrant copies, then a few swaps"
+    traits: ClassVar[PlacerTraits] = PlacerTraits(
+        "vLLM-Ascend policy 2: regrant copies, then a few swaps"
+    )
 
     def place(self, problem: PlacementProblem) -> Placed:
         """Place the experts of all layers."""

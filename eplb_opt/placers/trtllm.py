@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from eplb_opt import _core
-from eplb_opt.placers.base import Placed, PlacementProblem
+from eplb_opt.placers.base import Placed, PlacementProblem, PlacerTraits
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,9 @@ class TrtLlm:
     ([[1, 4, 2, 1]], 4.0)
     """
 
-    summary: ClassVar[str] = "TensorRT-LLM: as deepseek's global form, with other ties"
+    traits: ClassVar[PlacerTraits] = PlacerTraits(
+        "TensorRT-LLM: as deepseek's global form, with other ties"
+    )
 
     def place(self, problem: PlacementProblem) -> Placed:
         """Place the experts of all layers."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from eplb_opt.objective import Objective
 from eplb_opt.options import make_method
-from eplb_opt.routers.base import Context, RoutingMethod, Solve, TimeLimit, Traits, finish
+from eplb_opt.routers.base import Context, RoutingMethod, Solve, Traits, finish
 from eplb_opt.routers.cp_sat import CpSat
 from eplb_opt.routers.flow import Flow
 from eplb_opt.routers.highs import Highs
@@ -41,7 +41,6 @@ __all__ = [
     "RankMod",
     "RoutingMethod",
     "Solve",
-    "TimeLimit",
     "Traits",
     "TrtLlm",
     "Uniform",

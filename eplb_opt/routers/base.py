@@ -21,22 +21,12 @@ from eplb_opt.errors import InvalidTokensError
 from eplb_opt.objective import Objective
 from eplb_opt.placement import Placement
 from eplb_opt.status import Proof, Status
+from eplb_opt.stopping import TimeLimit
 
 if TYPE_CHECKING:
     from eplb_opt.routing import Routing
 
-__all__ = ["Context", "RoutingMethod", "TimeLimit", "Traits"]
-
-
-@dataclass(frozen=True, slots=True)
-class TimeLimit:
-    """Stop an exact engine after so many seconds of wall time, over all problems of a call."""
-
-    seconds: float
-
-    def __post_init__(self) -> None:
-        if not self.seconds >= 0:
-            raise ValueError(f"a time limit is at least 0 seconds, not {self.seconds}")
+__all__ = ["Context", "RoutingMethod", "Traits"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,13 @@ from eplb_opt.objective import Curve, Objective, Piece
 from eplb_opt.placement import Placement
 from eplb_opt.placing import solve_placement
 from eplb_opt.routers import highs, optimal, resolve_method
-from eplb_opt.routers.base import TimeLimit
 from eplb_opt.routers.exact import Found, Program
 from eplb_opt.routers.flow import Flow
 from eplb_opt.routers.makespan import Makespan
 from eplb_opt.routers.matching import Matching
 from eplb_opt.routers.optimal import Optimal
 from eplb_opt.routing import Proof, Routing, Status, solve_routing
+from eplb_opt.stopping import TimeLimit
 from eplb_opt.testing import Problem, check_routing, optimal_makespan
 
 V3 = Objective.preset("deepseek-v3-fp8")

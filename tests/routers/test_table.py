@@ -18,7 +18,6 @@ from eplb_opt.routers import (
     Metro,
     Nearest,
     Random,
-    TimeLimit,
     Traits,
     Uniform,
     resolve_method,
@@ -26,6 +25,7 @@ from eplb_opt.routers import (
 )
 from eplb_opt.routers.base import Context, Solve, finish
 from eplb_opt.routing import Router, Routing, Status, solve_routing
+from eplb_opt.stopping import TimeLimit
 from eplb_opt.testing import Problem, check_routing, problems
 
 ACTIVATIONS, TOKENS = Objective.preset("activations"), Objective.preset("tokens")

@@ -1,0 +1,119 @@
+"""What a placement's makespan is on loads: how copies share a load, and how windows sum up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb_opt.metrics import equal_split
+from eplb_opt.placement import Placement
+from eplb_opt.routing import solve_routing
+
+__all__ = ["Measure", "Split", "free_split"]
+
+_TOKENS = 2.0**38  # what the largest load of a layer counts as when loads are made integers
+
+
+class Split(str, Enum):
+    """How an expert's load is shared by its copies."""
+
+    EQUAL = "equal"
+    """Every copy takes the same share, as engines count on."""
+    FREE = "free"
+    """Copies take what makes the largest GPU load least, as an exact router of tokens does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """What a placement's makespan is, layer by layer.
+
+    Attributes
+    ----------
+    split
+        How an expert's load is shared by its copies.
+    over_windows
+        How the makespans of several windows sum up: ``"mean"``, ``"worst"``, or a quantile from 0
+        to 1, between neighbours by interpolation.
+
+    Raises
+    ------
+    ValueError
+        Another split or sum.
+
+    Examples
+    --------
+    >>> placement = Placement([[0, 1], [0, 2]])
+    >>> windows = np.array([[[90.0, 10.0, 10.0]], [[0.0, 30.0, 10.0]]])
+    >>> for measure in (Measure(), Measure(Split.FREE), Measure(over_windows="worst")):
+    ...     print(measure.makespan(placement, windows))
+    [42.5]
+    [42.5]
+    [55.]
+    """
+
+    split: Split = Split.EQUAL
+    over_windows: str | float = "mean"
+
+    def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "split", Split(self.split))
+        except ValueError:
+            raise ValueError(f"split is 'equal' or 'free', not {self.split!r}") from None
+        over = self.over_windows
+        if not (over in ("mean", "worst") or (isinstance(over, (int, float)) and 0 <= over <= 1)):
+            raise ValueError(f"over_windows is 'mean', 'worst' or from 0 to 1, not {over!r}")
+
+    def sum_up(self, makespans: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the windows' makespans, or bounds, float64 ``[windows, layers]``, as ``[layers]``.
+
+        It never falls where a window's makespan rises, so bounds of windows sum up to a bound.
+        """
+        if self.over_windows == "mean":
+            return np.asarray(makespans.mean(axis=0))
+        quantile = 1.0 if self.over_windows == "worst" else float(self.over_windows)
+        return np.asarray(np.quantile(makespans, quantile, axis=0))
+
+    def makespan(self, placement: Placement, windows: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return float64 ``[layers]`` for loads, float64 ``[windows, layers, experts]``.
+
+        O(slots) per layer and window for equal split, an exact routing for free split.
+        """
+        if self.split is Split.EQUAL:
+            each = [equal_split(placement, load).max(axis=-1) for load in windows]
+        else:
+            each = [free_split(placement, load) for load in windows]
+        return self.sum_up(np.array(each))
+
+
+def free_split(placement: Placement, load: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return float64 ``[layers]``: the least that the largest GPU load can be, by any split.
+
+    Loads are brought to integers of up to 2**38, routed exactly as tokens, and the certificate's
+    load per GPU is returned: no split gets below it, and one is above it by a rounding of 2**-38
+    of the largest load per expert at most.
+
+    Parameters
+    ----------
+    placement
+        Every expert with load has a replica.
+    load
+        Float64 ``[layers, experts]``.
+
+    Examples
+    --------
+    >>> free_split(Placement([[0, 1], [0, 2]]), np.array([[1.0, 0.5, 0.0]]))
+    array([0.75])
+    """
+    largest = load.max(axis=-1, keepdims=True)
+    tokens = np.rint(load / np.where(largest > 0, largest, 1.0) * _TOKENS).astype(np.int64)
+    tokens = tokens if placement.layered else tokens[0]
+    routing = solve_routing(placement, tokens, objective="tokens")
+    sets = np.atleast_2d(routing.certificate)
+    outside = np.repeat(~sets, placement.slots_per_gpu, axis=-1) & (placement.expert_of >= 0)
+    confined = load.copy()
+    layer, slot = np.nonzero(outside)
+    confined[layer, placement.expert_of[layer, slot]] = 0.0
+    return np.asarray(confined.sum(axis=-1) / np.maximum(sets.sum(axis=-1), 1))
