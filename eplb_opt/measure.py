@@ -66,15 +66,21 @@ class Measure:
         if not (over in ("mean", "worst") or (isinstance(over, (int, float)) and 0 <= over <= 1)):
             raise ValueError(f"over_windows is 'mean', 'worst' or from 0 to 1, not {over!r}")
 
+    @property
+    def quantile(self) -> float:
+        """`over_windows` as a quantile; -1 for the mean."""
+        if isinstance(self.over_windows, str):
+            return {"mean": -1.0, "worst": 1.0}[self.over_windows]
+        return float(self.over_windows)
+
     def sum_up(self, makespans: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the windows' makespans, or bounds, float64 ``[windows, layers]``, as ``[layers]``.
 
         It never falls where a window's makespan rises, so bounds of windows sum up to a bound.
         """
-        if self.over_windows == "mean":
+        if self.quantile < 0:
             return np.asarray(makespans.mean(axis=0))
-        quantile = 1.0 if self.over_windows == "worst" else float(self.over_windows)
-        return np.asarray(np.quantile(makespans, quantile, axis=0))
+        return np.asarray(np.quantile(makespans, self.quantile, axis=0))
 
     def makespan(self, placement: Placement, windows: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return float64 ``[layers]`` for loads, float64 ``[windows, layers, experts]``.

@@ -19,6 +19,7 @@ from eplb_opt.placers.base import (
 )
 from eplb_opt.placers.deepseek import DeepSeek
 from eplb_opt.placers.flashlb import FlashLb
+from eplb_opt.placers.search import Search
 from eplb_opt.placers.swift import Swift
 from eplb_opt.placers.trtllm import TrtLlm
 
@@ -32,6 +33,7 @@ __all__ = [
     "PlacementMethod",
     "PlacementProblem",
     "PlacerTraits",
+    "Search",
     "Swift",
     "TrtLlm",
     "first_placement",
@@ -41,6 +43,7 @@ __all__ = [
 
 _METHODS: Mapping[str, type[Any]] = MappingProxyType(
     {
+        "search": Search,
         "deepseek": DeepSeek,
         "trtllm": TrtLlm,
         "ascend-random": AscendRandom,

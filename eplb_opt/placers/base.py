@@ -145,6 +145,39 @@ class PlacementProblem:
             )
         return slots
 
+    def topology(self) -> tuple[int, int, str]:
+        """Return the nodes and groups to honour, and a note where they are not those asked for.
+
+        Nodes that divide the groups are honoured: each group on one node, equally many on each. If
+        they do not, all GPUs count as one node (DeepSeek's rule).
+        """
+        if self.num_groups % self.num_nodes == 0:
+            return self.num_nodes, self.num_groups, ""
+        why = f"{self.num_nodes} nodes do not divide {self.num_groups} groups"
+        return 1, 1, f"as one node: {why}"
+
+    def floor(self) -> NDArray[np.float64]:
+        """Return float64 ``[layers]``: makespans that no placement gets below; quick to count."""
+        return self.measure.sum_up(self.windows.sum(axis=-1) / self.num_gpus)
+
+    def require_node_room(self, nodes: int) -> None:
+        """Check that every node has slots for its share of the experts.
+
+        Raises
+        ------
+        InfeasibleError
+            If one has not; the message names it and its layer.
+        """
+        share = self.load.shape[1] // nodes
+        room = self.room().reshape(len(self.load), nodes, -1).sum(axis=-1)
+        short = np.argwhere(room < share)
+        if short.size:
+            layer, node = short[0]
+            raise InfeasibleError(
+                f"layer {layer}: node {node} has {room[layer, node]} slots filled in previous for "
+                f"{share} experts; empty slots stay empty"
+            )
+
     def room(self) -> NDArray[np.int32]:
         """Return int32 ``[layers, gpus]``: the slots to fill, where `previous` has them filled.
 

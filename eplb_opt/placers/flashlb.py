@@ -86,7 +86,7 @@ class FlashLb:
         _core.place_flashlb(samples, room, slots, self.z, self.depth, self.width, scores)
         previous = problem.old_slots()
         if previous is not None:
-            _core.reslot(previous, problem.load.shape[1], slots)
+            _core.reslot(previous, problem.load.shape[1], 1, slots)
         return slots, scores
 
 

@@ -9,6 +9,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <atomic>
@@ -32,7 +33,9 @@
 #include "metro.hpp"
 #include "parallel.hpp"
 #include "placement.hpp"
+#include "placement_search.hpp"
 #include "pricing.hpp"
+#include "reslotting.hpp"
 #include "slot_keeping.hpp"
 #include "swift.hpp"
 #include "trtllm.hpp"
@@ -496,7 +499,8 @@ void score_flashlb(Samples samples, OldSlots slots, Array<double> scores) {
 }
 
 // Gives the rows of `slots` to GPUs so that most experts stay where `previous` has them.
-void reslot_layers(OldSlots previous, std::int32_t experts, Slots slots) {
+void reslot_layers(OldSlots previous, std::int32_t experts, std::int32_t nodes, Slots slots) {
+    require_nodes(slots, nodes);
     require(previous.size() == slots.size(), "old and new slots alike");
     require_experts(previous, experts);
     require_experts(slots, experts);
@@ -504,7 +508,8 @@ void reslot_layers(OldSlots previous, std::int32_t experts, Slots slots) {
     const auto gpus = static_cast<std::int32_t>(slots.shape(1)),
                per_gpu = static_cast<std::int32_t>(slots.shape(2));
     for (std::size_t l = 0; l < slots.shape(0); ++l)
-        reslot(previous.data() + l * gpus * per_gpu, gpus, per_gpu, experts, slots.data() + l * gpus * per_gpu);
+        reslot(previous.data() + l * gpus * per_gpu, gpus, per_gpu, experts, nodes,
+               slots.data() + l * gpus * per_gpu);
 }
 
 void keep_slots_layers(OldSlots previous, Slots slots) {
@@ -513,6 +518,78 @@ void keep_slots_layers(OldSlots previous, Slots slots) {
     const std::size_t per_gpu = slots.shape(2);
     for (std::size_t row = 0; row < slots.size(); row += per_gpu)
         keep_slots({previous.data() + row, per_gpu}, {slots.data() + row, per_gpu});
+}
+
+// Calls visit(task, its slots, layer) for every layer on `threads` threads, without the GIL.
+template <class Visit>
+void each_search(const Samples& windows, std::int32_t nodes, std::int32_t groups, double quantile,
+                 const std::optional<OldSlots>& previous, const Array<const double>& floor, const Slots& slots,
+                 int threads, Visit&& visit) {
+    const std::size_t count = windows.shape(0), layers = windows.shape(1), experts = windows.shape(2);
+    require(count > 0 && slots.shape(0) == layers && floor.size() == layers,
+            "windows; a placement and floor per layer");
+    require_nodes(slots, nodes);
+    require(groups >= 1 && groups % nodes == 0 && experts % groups == 0,
+            "groups divide over the nodes, experts over the groups");
+    require(quantile <= 1, "a quantile, or less than 0 for the mean");
+    if (previous) {
+        require(previous->size() == slots.size(), "old and new slots alike");
+        require_experts(*previous, experts);
+    }
+    nb::gil_scoped_release unlocked;
+    const std::size_t size = slots.shape(1) * slots.shape(2);
+    for_each_problem(static_cast<std::int64_t>(layers), threads, [&](std::int64_t l) {
+        std::vector<double> loads(count * experts);
+        for (std::size_t t = 0; t < count; ++t)
+            std::copy_n(windows.data() + (t * layers + l) * experts, experts, loads.data() + t * experts);
+        const PlacementTask task{loads,
+                                 static_cast<std::int32_t>(count),
+                                 static_cast<std::int32_t>(experts),
+                                 static_cast<std::int32_t>(slots.shape(1)),
+                                 static_cast<std::int32_t>(slots.shape(2)),
+                                 nodes,
+                                 groups,
+                                 {quantile},
+                                 previous ? previous->data() + l * size : nullptr};
+        visit(task, slots.data() + l * size, l);
+    });
+}
+
+void place_search(Samples windows, std::int32_t nodes, std::int32_t groups, double quantile,
+                  std::optional<OldSlots> previous, Array<const double> floor, double within, std::int64_t work,
+                  int threads, Slots slots) {
+    each_search(windows, nodes, groups, quantile, previous, floor, slots, threads,
+                [&](const PlacementTask& task, std::int32_t* out, std::int64_t l) {
+                    const auto search = task.windows == 1 ? search_placement<true> : search_placement<false>;
+                    search(task, floor.data()[l], within, work, out);
+                });
+}
+
+using SearchStates = std::vector<std::vector<std::pair<std::int32_t, double>>>;
+
+// Improves `slots`, at most `steps` steps per layer, and returns for each layer (moves, cost) at the start
+// and after every step.
+SearchStates improve_search(Samples windows, std::int32_t nodes, double quantile, OldSlots previous,
+                            Array<const double> floor, double within, std::int64_t work,
+                            Array<const std::int64_t> steps, int threads, Slots slots) {
+    require(steps.size() == slots.shape(0), "steps per layer");
+    require_experts(slots, windows.shape(2));
+    SearchStates states(slots.shape(0));
+    const auto walk = [&](auto&& search, std::int32_t* out, std::int64_t l) {
+        search.start_from(out);
+        states[l].emplace_back(search.moves(), search.cost());
+        search.improve(floor.data()[l] * (1 + within), work, steps.data()[l],
+                       [&](const SearchPoint& point) { states[l].emplace_back(point.moves, point.cost); });
+        search.write(out);
+    };
+    each_search(windows, nodes, nodes, quantile, previous, floor, slots, threads,
+                [&](const PlacementTask& task, std::int32_t* out, std::int64_t l) {
+                    if (task.windows == 1)
+                        walk(PlacementSearch<true>(task), out, l);
+                    else
+                        walk(PlacementSearch<false>(task), out, l);
+                });
+    return states;
 }
 
 void make_distinct(Loads load, std::int32_t nodes, Slots slots) {
@@ -565,7 +642,13 @@ NB_MODULE(_core, m) {
     m.def("place_flashlb", &place_flashlb, "samples"_a.noconvert(), "room"_a.noconvert(), "slots"_a.noconvert(),
           "z"_a, "depth"_a, "width"_a, "scores"_a.noconvert());
     m.def("score_flashlb", &score_flashlb, "samples"_a.noconvert(), "slots"_a.noconvert(), "scores"_a.noconvert());
-    m.def("reslot", &reslot_layers, "previous"_a.noconvert(), "experts"_a, "slots"_a.noconvert());
+    m.def("reslot", &reslot_layers, "previous"_a.noconvert(), "experts"_a, "nodes"_a, "slots"_a.noconvert());
     m.def("keep_slots", &keep_slots_layers, "previous"_a.noconvert(), "slots"_a.noconvert());
+    m.def("place_search", &place_search, "windows"_a.noconvert(), "nodes"_a, "groups"_a, "quantile"_a,
+          "previous"_a.noconvert().none(), "floor"_a.noconvert(), "within"_a, "work"_a, "threads"_a,
+          "slots"_a.noconvert());
+    m.def("improve_search", &improve_search, "windows"_a.noconvert(), "nodes"_a, "quantile"_a,
+          "previous"_a.noconvert(), "floor"_a.noconvert(), "within"_a, "work"_a, "steps"_a.noconvert(),
+          "threads"_a, "slots"_a.noconvert());
     m.def("make_distinct", &make_distinct, "load"_a.noconvert(), "nodes"_a, "slots"_a.noconvert());
 }

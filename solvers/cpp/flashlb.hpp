@@ -30,9 +30,7 @@
 #include <span>
 #include <vector>
 
-#include "assignment.hpp"
 #include "packing.hpp"
-#include "slot_keeping.hpp"
 
 namespace eplb {
 
@@ -228,42 +226,5 @@ class FlashLb {
     std::vector<double> mean_, variance_, covariance_, risk_, per_copy_, gpu_mean_, gpu_variance_, gpu_covariance_;
     std::vector<std::int32_t> decided_, copies_, deployed_, used_, best_;
 };
-
-// Gives the rows of `slots` to the GPUs of `previous`, both [gpus, slots_per_gpu], so that most experts
-// stay where they are, and keeps their slots.
-inline void reslot(const std::int32_t* previous, std::int32_t gpus, std::int32_t slots_per_gpu,
-                   std::int32_t experts, std::int32_t* slots) {
-    const auto filled = [&](const std::int32_t* row) {
-        return std::count_if(row, row + slots_per_gpu, [](std::int32_t e) { return e >= 0; });
-    };
-    std::vector<std::int64_t> cost(static_cast<std::size_t>(gpus) * gpus);
-    std::vector<std::int32_t> held(experts, 0);
-    for (std::int32_t old = 0; old < gpus; ++old) {
-        const std::int32_t* old_row = previous + old * slots_per_gpu;
-        for (std::int32_t fresh = 0; fresh < gpus; ++fresh) {
-            const std::int32_t* row = slots + fresh * slots_per_gpu;
-            for (std::int32_t s = 0; s < slots_per_gpu; ++s)
-                if (old_row[s] >= 0) ++held[old_row[s]];
-            std::int64_t missing = 0;
-            for (std::int32_t s = 0; s < slots_per_gpu; ++s)
-                if (row[s] >= 0 && held[row[s]]-- <= 0) ++missing;
-            for (std::int32_t s = 0; s < slots_per_gpu; ++s) {
-                if (old_row[s] >= 0) held[old_row[s]] = 0;
-                if (row[s] >= 0) held[row[s]] = 0;
-            }
-            const bool same_size = filled(old_row) == filled(row);
-            cost[static_cast<std::size_t>(old) * gpus + fresh] =
-                same_size ? missing : std::int64_t{gpus} * slots_per_gpu + missing;
-        }
-    }
-    const std::vector<std::int32_t> source = assign_rows(cost, gpus);
-    const std::vector<std::int32_t> fresh(slots, slots + static_cast<std::size_t>(gpus) * slots_per_gpu);
-    for (std::int32_t g = 0; g < gpus; ++g) {
-        const std::span row(slots + g * slots_per_gpu, slots_per_gpu);
-        std::copy_n(fresh.begin() + static_cast<std::ptrdiff_t>(source[g]) * slots_per_gpu, slots_per_gpu,
-                    row.begin());
-        keep_slots({previous + g * slots_per_gpu, static_cast<std::size_t>(slots_per_gpu)}, row);
-    }
-}
 
 }  // namespace eplb

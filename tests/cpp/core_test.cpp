@@ -1086,7 +1086,7 @@ void test_placers(Random& random) {
         check(is_placement(slots, experts, per_gpu, true) && in_room(slots),
               "flashlb places all, apart, in the room");
         Ids moved = slots;
-        reslot(trtllm.data(), gpus, per_gpu, experts, moved.data());
+        reslot(trtllm.data(), gpus, per_gpu, experts, 1, moved.data());
         check(is_placement(moved, experts, per_gpu, true), "reslotting loses nothing");
     }
 }
