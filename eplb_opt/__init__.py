@@ -17,6 +17,7 @@ except ImportError as error:
     ) from error
 
 from eplb_opt.bounds import certified_bound
+from eplb_opt.budget import MoveCurve
 from eplb_opt.demand import count_tokens
 from eplb_opt.errors import (
     EplbError,
@@ -33,7 +34,7 @@ from eplb_opt.metrics import PlacementMetrics
 from eplb_opt.objective import OBJECTIVES, Curve, Objective, Piece
 from eplb_opt.placement import Placement
 from eplb_opt.placers import placement_methods
-from eplb_opt.placing import PlacementPlan, solve_placement
+from eplb_opt.placing import PlacementPlan, move_curve, solve_placement
 from eplb_opt.regime import RegimeMap, regime_map
 from eplb_opt.routers import RoutingMethod, routing_methods
 from eplb_opt.routing import Router, Routing, RoutingSummary, solve_routing
@@ -67,6 +68,7 @@ __all__ = [
     "LoadTrace",
     "Measure",
     "ModelShape",
+    "MoveCurve",
     "Objective",
     "Piece",
     "Placement",
@@ -89,6 +91,7 @@ __all__ = [
     "certified_bound",
     "count_tokens",
     "model_shape",
+    "move_curve",
     "optimality_gap",
     "placement_methods",
     "read_placement",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from eplb_opt import _core
 from eplb_opt.arrays import as_array
+from eplb_opt.budget import MoveCurve
 from eplb_opt.errors import InvalidPlacementError, InvalidTokensError
 from eplb_opt.measure import Measure, Split
 from eplb_opt.metrics import PlacementMetrics, count_moves
@@ -21,13 +22,14 @@ from eplb_opt.placers import (
     Placed,
     PlacementMethod,
     PlacementProblem,
+    Search,
     placement_methods,
     resolve_placer,
 )
 from eplb_opt.status import Proof, Status
 from eplb_opt.stopping import TimeLimit
 
-__all__ = ["PlacementPlan", "as_load", "solve_placement"]
+__all__ = ["PlacementPlan", "as_load", "move_curve", "solve_placement"]
 
 MAX_SLOTS = 2**31 - 1
 
@@ -213,14 +215,6 @@ def solve_placement(
     >>> plan.placement.slots.tolist(), float(plan.makespan), int(plan.moves)
     ([[0, 1, 3], [0, 1, 2]], 60.0, 1)
     """
-    windows, layered = _as_windows(load)
-    gpus, per_gpu = _at_least_1(num_gpus, "num_gpus"), _at_least_1(slots_per_gpu, "slots_per_gpu")
-    nodes, groups = _at_least_1(num_nodes, "num_nodes"), _at_least_1(num_groups, "num_groups")
-    experts = windows.shape[-1]
-    _require_sizes(experts, gpus, per_gpu)
-    _require_divides(nodes, "nodes", gpus, "GPUs")
-    _require_divides(groups, "groups", experts, "experts")
-    mean = windows[0] if len(windows) == 1 else windows.mean(axis=0)
     placer = resolve_placer(method)
     heeded = {
         "max_moves": max_moves,
@@ -229,19 +223,15 @@ def solve_placement(
         "stop": stop,
     }
     _require_heeded(placer, method, {name for name, given in heeded.items() if given is not None})
-    problem = PlacementProblem(
-        windows,
-        mean,
-        gpus,
-        per_gpu,
-        nodes,
-        groups,
-        _as_previous(previous, (len(mean), gpus, per_gpu), experts),
-        _as_budget(max_moves, previous),
-        Measure(Split(split), over_windows),
-        _as_batches(placer, tokens_per_batch, top_k, objective, experts),
-        stop,
-        _at_least_1(threads, "threads"),
+    problem, layered = _as_problem(
+        load, num_gpus, slots_per_gpu, num_nodes, num_groups, previous, threads
+    )
+    problem = replace(
+        problem,
+        max_moves=_as_budget(max_moves, previous),
+        measure=Measure(Split(split), over_windows),
+        batches=_as_batches(placer, tokens_per_batch, top_k, objective, problem.load.shape[1]),
+        stop=stop,
     )
     placed = placer.place(problem)
     slots = placed.slots
@@ -251,9 +241,91 @@ def solve_placement(
         )
     if distinct:
         slots = np.array(slots, dtype=np.int32, order="C")
-        _core.make_distinct(mean, placed.nodes, slots)
-    placement = Placement(slots if layered else slots[0], num_experts=experts)
+        _core.make_distinct(problem.load, placed.nodes, slots)
+    placement = Placement(slots if layered else slots[0], num_experts=problem.load.shape[1])
     return _measured(problem, placement, placed)
+
+
+def move_curve(
+    load: ArrayLike,
+    previous: Placement,
+    *,
+    num_nodes: int = 1,
+    num_groups: int = 1,
+    over_windows: str | float = "mean",
+    threads: int = 1,
+) -> MoveCurve:
+    """Return how much balance each number of moved weights buys.
+
+    What `solve_placement` with ``method="search"`` and `max_moves` reaches, for every budget.
+
+    Parameters
+    ----------
+    load, num_nodes, num_groups, over_windows, threads
+        As for `solve_placement`.
+    previous
+        The placement that is served now; every expert has a replica.
+
+    Returns
+    -------
+    MoveCurve
+        Moves and makespans summed over the layers.
+
+    Raises
+    ------
+    InvalidPlacementError, InvalidTokensError, ValueError, TypeError
+        As `solve_placement`.
+
+    Notes
+    -----
+    As long as one placement by `search`.
+
+    Examples
+    --------
+    >>> curve = move_curve([9, 1, 1, 9], Placement([[0, 3], [1, 2]]))
+    >>> curve.moves.tolist(), curve.makespan.tolist()
+    ([0, 2], [18.0, 10.0])
+    """
+    problem, _ = _as_problem(
+        load,
+        previous.num_gpus,
+        previous.slots_per_gpu,
+        num_nodes,
+        num_groups,
+        previous,
+        threads,
+    )
+    return Search().curve(replace(problem, measure=Measure(over_windows=over_windows)))
+
+
+def _as_problem(
+    load: ArrayLike,
+    num_gpus: int,
+    slots_per_gpu: int,
+    num_nodes: int,
+    num_groups: int,
+    previous: Placement | ArrayLike | None,
+    threads: int,
+) -> tuple[PlacementProblem, bool]:
+    """Return what any method is asked, checked, and if the load has a layer axis."""
+    windows, layered = _as_windows(load)
+    gpus, per_gpu = _at_least_1(num_gpus, "num_gpus"), _at_least_1(slots_per_gpu, "slots_per_gpu")
+    nodes, groups = _at_least_1(num_nodes, "num_nodes"), _at_least_1(num_groups, "num_groups")
+    layers, experts = windows.shape[1:]
+    _require_sizes(experts, gpus, per_gpu)
+    _require_divides(nodes, "nodes", gpus, "GPUs")
+    _require_divides(groups, "groups", experts, "experts")
+    problem = PlacementProblem(
+        windows,
+        windows[0] if len(windows) == 1 else windows.mean(axis=0),
+        gpus,
+        per_gpu,
+        nodes,
+        groups,
+        _as_previous(previous, (layers, gpus, per_gpu), experts),
+        threads=_at_least_1(threads, "threads"),
+    )
+    return problem, layered
 
 
 def _measured(problem: PlacementProblem, placement: Placement, placed: Placed) -> PlacementPlan:

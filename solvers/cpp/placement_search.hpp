@@ -9,6 +9,8 @@
 // 3. Copies go by falling load to the lightest GPU of their node that has room and lacks the expert; if none
 //    does, one with room takes an entry of a GPU that lacks the expert, which makes the room there.
 // From a placement: its entries, where they are.
+// With several windows the steps first lower the worst window's makespan, then what was asked for: a mean's
+// steps alone end sooner, as each of them mostly lowers one window and raises others.
 // Then steps, each of which lowers the cost, or keeps it and lowers the sum of squares of GPU loads. They
 // relieve a GPU that is the fullest of some window, in this order, the best of the first kind that helps:
 //   swap         it and a lighter GPU trade an entry each;
@@ -119,6 +121,12 @@ class PlacementSearch {
     void start_from(const std::int32_t* slots) {
         for (std::size_t i = 0; i < slot_of_.size(); ++i) put(i, slots[slot_of_[i]]);
         begin();
+    }
+
+    // Takes another sum of windows for the cost.
+    void ask(OverWindows over) {
+        task_.over = over;
+        measure();
     }
 
     // Takes steps until the cost is at most `enough`, none helps, they were `steps`, or `work` trials are
@@ -620,8 +628,12 @@ void search_placement(const PlacementTask& task, double floor, double within, st
             if (reached <= near(floor)) return;
         }
     }
-    PlacementSearch<kOneWindow> search(task);
+    PlacementTask worst = task;
+    worst.over = {1};
+    PlacementSearch<kOneWindow> search(worst);
     search.start_afresh();
+    if (!kOneWindow && task.over.quantile != 1) search.improve(0, work);
+    search.ask(task.over);
     search.explore(near(std::max(floor, search.floor_of_nodes())), work);
     if (search.cost() >= reached) return;
     search.write(slots);

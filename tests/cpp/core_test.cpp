@@ -34,6 +34,7 @@
 #include "metro.hpp"
 #include "parallel.hpp"
 #include "placement.hpp"
+#include "placement_search.hpp"
 #include "pricing.hpp"
 #include "problem.hpp"
 #include "swift.hpp"
@@ -1041,6 +1042,25 @@ bool is_placement(const Ids& slots, std::int32_t experts, std::int32_t slots_per
 }
 
 // Every placer on every kind of load: nothing lost, nothing out of bounds, GPUs without room stay empty.
+// From nothing and from placements that share copies or have empty slots; one window and several.
+void test_search(Random& random, const std::vector<double>& samples, std::int32_t experts, std::int32_t gpus,
+                 std::int32_t per_gpu, const Ids& shared, const Ids& with_empty) {
+    const auto count = static_cast<std::int32_t>(samples.size() / experts);
+    const OverWindows over{random.chance(50) ? -1 : 0.5};
+    for (const Ids* previous : {static_cast<const Ids*>(nullptr), &shared, &with_empty})
+        for (const std::int32_t windows : {1, count}) {
+            const PlacementTask task{
+                std::span(samples).first(windows * experts),     windows, experts, gpus, per_gpu, 1, 1, over,
+                previous == nullptr ? nullptr : previous->data()};
+            Ids found(gpus * per_gpu, -1);
+            const auto search = windows == 1 ? search_placement<true> : search_placement<false>;
+            search(task, 0, 1e-4, 2000, found.data());
+            check(is_placement(found, experts, per_gpu, true), "the search keeps copies apart and loses none");
+            for (std::size_t p = 0; previous == &with_empty && p < found.size(); ++p)
+                check((found[p] < 0) >= (with_empty[p] < 0), "empty slots stay empty");
+        }
+}
+
 void test_placers(Random& random) {
     AscendDefault ascend;
     Swift swift;
@@ -1088,6 +1108,7 @@ void test_placers(Random& random) {
         Ids moved = slots;
         reslot(trtllm.data(), gpus, per_gpu, experts, 1, moved.data());
         check(is_placement(moved, experts, per_gpu, true), "reslotting loses nothing");
+        test_search(random, samples, experts, gpus, per_gpu, trtllm, slots);
     }
 }
 
