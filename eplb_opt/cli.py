@@ -720,7 +720,7 @@ def _demand(
     """
     counts: NDArray[np.integer]
     if isinstance(trace, LoadTrace):
-        counts, ids = trace.tokens, None
+        counts, ids = np.asarray(trace.tokens), None
     else:
         whole = trace.batches(trace.num_tokens if batch is None else batch)
         counts = count_tokens(whole, placement.num_experts)
