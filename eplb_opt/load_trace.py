@@ -222,6 +222,16 @@ class LoadTrace:
         """
         return np.flatnonzero(self.load().any(axis=1))
 
+    def idle_steps(self) -> npt.NDArray[np.intp]:
+        """Find the steps without any token, such as the unused end of a recorder's buffer.
+
+        Returns
+        -------
+        intp array, [idle steps], ascending
+        """
+        used = [np.asarray(self.tokens[part]).any(axis=(1, 2)) for part in step_slices(self.tokens)]
+        return np.flatnonzero(~np.concatenate(used))
+
     def select_layers(self, layers: npt.ArrayLike) -> LoadTrace:
         """Keep some layers, in the given order.
 

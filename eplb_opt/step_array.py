@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypeAlias, overload
@@ -100,6 +100,10 @@ class StepArray:
 
     def __len__(self) -> int:
         return self.shape[0]
+
+    def __iter__(self) -> Iterator[npt.NDArray[Any]]:
+        for step in range(len(self)):
+            yield self[step]
 
     @overload
     def __getitem__(self, index: int) -> npt.NDArray[Any]: ...

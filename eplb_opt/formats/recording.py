@@ -34,7 +34,7 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
-from eplb_opt.arrays import as_array
+from eplb_opt.arrays import as_array, narrowed
 from eplb_opt.errors import FormatError, InvalidTokensError, SolverUnavailableError
 from eplb_opt.formats.parsing import parsing, the_one
 from eplb_opt.load_trace import LoadTrace, StepFacts
@@ -64,7 +64,7 @@ def holds_recording(folder: Path) -> bool:
 
 
 def read_recording(path: Path) -> LoadTrace:
-    """Open a recording; its counts are memory-mapped when they are used.
+    """Open a recording; its counts are memory-mapped when they are used, so it must stay there.
 
     Parameters
     ----------
@@ -298,8 +298,8 @@ class TraceWriter:
     ...         for step in range(3):
     ...             writer.append([[step, 1], [1, 300]], stage="decode", scheduled=1)
     ...     trace = read_recording(Path(folder))
-    >>> trace.load().tolist(), trace.facts.stage[0].item(), trace.layer_ids
-    ([[3, 3], [3, 900]], 'decode', (3, 4))
+    ...     print(trace.load().tolist(), trace.facts.stage[0], trace.layer_ids)
+    [[3, 3], [3, 900]] decode (3, 4)
     """
 
     def __init__(
@@ -366,16 +366,16 @@ class TraceWriter:
         OSError
             When a file cannot be written; see `flush`.
         """
-        counts = as_array(tokens, "tokens", InvalidTokensError)
         given: dict[str, Any] = {"stage": stage or "", "scheduled": scheduled, "time": time}
         facts = {name: value for name, value in given.items() if value is not None}
         try:
+            counts = as_array(tokens, "tokens", InvalidTokensError)
             self._check(counts, facts)
         except InvalidTokensError as error:
             raise InvalidTokensError(f"step {self.num_steps}: {error}") from error
         self._shape, self._columns = counts.shape, set(facts)
         self._time = facts.get("time", 0.0)
-        self._buffer.append((counts.astype(_narrowest(int(counts.max()))), facts))
+        self._buffer.append((narrowed(counts), facts))
         if len(self._buffer) >= self._steps_per_file:
             self.flush()
 
@@ -467,12 +467,6 @@ class TraceWriter:
         tensors = {name: counts, "stage": codes, **columns}
         content: bytes = self._safetensors.save(tensors, metadata)
         return content
-
-
-def _narrowest(largest: int) -> np.dtype[Any]:
-    """Return the dtype that counts up to the largest are written in."""
-    dtype = np.min_scalar_type(largest)
-    return dtype if dtype.itemsize < 8 else np.dtype(np.int64)
 
 
 def _safetensors(doing: str, module: str = "safetensors") -> Any:
