@@ -248,9 +248,10 @@ def gap(
         typer.Argument(
             metavar="FILE",
             show_default=False,
-            help="Recorded traffic: SGLang's logical_count (.json, .pt), counts (.npy, .npz, .csv)"
-            " or top-k ids (.npz). Counts of several steps and ids are replayed; from one step of"
-            " counts, batches are drawn. Without a file: synthetic DeepSeek-V3 decode traffic.",
+            help="Recorded traffic: SGLang's logical_count (.json, .pt), counts (.npy, .npz, .csv),"
+            " top-k ids (.npz), or a folder: a recording, an engine's statistics. Counts of several"
+            " steps and ids are replayed; from one step of counts, batches are drawn. Without a"
+            " file: synthetic DeepSeek-V3 decode traffic.",
         ),
     ] = None,
     gpus: _GpusOption = "8,16,32",
@@ -491,8 +492,9 @@ def route(
         Path,
         typer.Argument(
             metavar="TOKENS",
-            help="The batches: counts per step, layer and expert (.json, .pt, .npy, .npz, .csv) or"
-            " top-k ids (.npz). Dense layers, without any token, are left out if need be.",
+            help="The batches: counts per step, layer and expert (.json, .pt, .npy, .npz, .csv, a"
+            " folder) or top-k ids (.npz). Dense layers, without any token, are left out if need"
+            " be.",
         ),
     ],
     gpus: Annotated[

@@ -58,8 +58,8 @@ class StepPart:
 class StepArray:
     """An array whose first axis are steps, in parts that are loaded when they are needed.
 
-    Indexing by slices gives another of these, and loads nothing: ``steps[10:20, 3:]``. Indexing by
-    a number gives a step, `numpy.asarray` all that is left: both are arrays.
+    Indexing by slices gives another of these, and loads nothing: ``steps[10:20, 3:]``.
+    `numpy.asarray` loads what is left. Indexing by a number gives a copy of that step.
 
     Parameters
     ----------
@@ -122,7 +122,7 @@ class StepArray:
                 raise IndexError(f"steps are sliced one by one, not by {stride}")
             return StepArray(self._between(begin, max(begin, end)))
         step = range(len(self))[index]
-        return np.asarray(np.asarray(self[step : step + 1])[0])
+        return np.array(np.asarray(self[step : step + 1])[0])  # what is mapped holds a file open
 
     def __array__(
         self, dtype: npt.DTypeLike | None = None, copy: bool | None = None

@@ -171,8 +171,9 @@ class _Dump:
                 for i, record in enumerate(records)
             ],
         )
-        for part in step_slices(StepArray([dump.counts])):  # finds negative counts
-            dump.counts.load(part.start, min(part.stop, len(ids)))
+        steps = StepArray([dump.counts])
+        for part in step_slices(steps):
+            np.asarray(steps[part])  # raises where a count is negative
         return dump
 
     def require_like(self, other: _Dump) -> None:

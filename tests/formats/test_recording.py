@@ -361,6 +361,22 @@ def test_missing_and_renamed_files_are_found(tmp_path: Path) -> None:
     assert refusal(tmp_path).place == "first_step"
 
 
+def test_more_files_than_a_process_may_open(tmp_path: Path) -> None:
+    """Neither opening nor keeping every step holds files open."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with TraceWriter(tmp_path, steps_per_file=1) as writer:
+        for step in range(100):
+            writer.append([[step]], time=float(step))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (90, hard))
+    try:
+        trace = read(tmp_path)
+        kept = list(trace.tokens)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert [step.item() for step in kept] == list(range(100))
+
+
 def test_a_file_that_is_cut_later_is_an_error_not_a_crash(tmp_path: Path) -> None:
     """Its counts are mapped when they are used, and it may have changed by then."""
     path = put(tmp_path, 0, tokens=ones(100, 3, 100))
