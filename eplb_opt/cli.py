@@ -677,8 +677,14 @@ def convert(
     _require_folders(out)
     is_file = out.suffix.lower() in PLACEMENT_SUFFIXES  # a recording is a folder
     if not (is_file or form or to or holds_placement(file)):
+        if gpus or dense_layers or draft_layers or first_layer is not None:
+            raise typer.BadParameter(
+                f"{file} holds traffic: of the options, --batch alone is for it"
+            )
         _convert_trace(file, out, batch)
         return
+    if batch is not None:
+        raise typer.BadParameter("--batch is for traffic, whose recording is a folder")
     written = format_to_write(out, to)
     placement = read_placement(
         file, num_gpus=gpus, format=form, dense_layers=dense_layers, draft_layers=draft_layers

@@ -680,8 +680,11 @@ def test_convert_traffic_to_a_recording(tokens: Path, tmp_path: Path) -> None:
     np.testing.assert_array_equal(trace.tokens, [[[1, 2, 3]], [[4, 5, 6]]])
     assert "holds a recording already" in refusal("convert", csv, out)
     assert "--batch is for top-k ids" in refusal("convert", csv, out, "--batch", 2, code=2)
-    route = run("route", write_slots(tmp_path), out).stdout
-    assert route == run("route", write_slots(tmp_path), csv).stdout
+    assert "--batch alone" in refusal("convert", csv, out, "--gpus", 2, code=2)
+    slots = write_slots(tmp_path)
+    placed = refusal("convert", slots, tmp_path / "a.npz", "--batch", 2, code=2)
+    assert "--batch is for traffic" in placed
+    assert run("route", slots, out).stdout == run("route", slots, csv).stdout
 
 
 def test_convert_ids_to_a_recording_by_batch(tmp_path: Path) -> None:

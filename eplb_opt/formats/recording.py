@@ -20,7 +20,6 @@ memory-mapped when they are used.
 from __future__ import annotations
 
 import errno
-import importlib
 import json
 import math
 import mmap
@@ -37,8 +36,8 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_opt.arrays import as_array, narrowed
-from eplb_opt.errors import FormatError, InvalidTokensError, SolverUnavailableError
-from eplb_opt.formats.parsing import parsing, the_one
+from eplb_opt.errors import FormatError, InvalidTokensError
+from eplb_opt.formats.parsing import import_safetensors, parsing, the_one
 from eplb_opt.load_trace import LoadTrace, StepFacts
 from eplb_opt.step_array import StepArray, StepPart
 from eplb_opt.workload import Stage
@@ -145,7 +144,7 @@ def _name(first_step: int) -> str:
 
 def _map_tensors(path: Path) -> tuple[dict[str, str], dict[str, StepPart]]:
     """Return a file's metadata, and its tensors, not loaded."""
-    safetensors = _safetensors(f"reading {path}")
+    safetensors = import_safetensors(f"reading {path}")
     with path.open("rb") as file, parsing(path):
         # The library checks the header, and that the tensors fill the file, neither more nor less.
         with safetensors.safe_open(path, framework="numpy") as checked:
@@ -321,7 +320,7 @@ class TraceWriter:
     ) -> None:
         if steps_per_file < 1:
             raise ValueError(f"steps_per_file is {steps_per_file}; expected 1 or more")
-        self._safetensors = _safetensors("recording", "safetensors.numpy")
+        self._safetensors = import_safetensors("recording", "safetensors.numpy")
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._known: dict[str, Any] = {"model": model, "top_k": top_k}
@@ -478,11 +477,3 @@ class TraceWriter:
         tensors = {name: counts, "stage": codes, **columns}
         content: bytes = self._safetensors.save(tensors, metadata)
         return content
-
-
-def _safetensors(doing: str, module: str = "safetensors") -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        problem = f"{doing} needs safetensors: pip install 'eplb-opt[files]'"
-        raise SolverUnavailableError(problem) from error

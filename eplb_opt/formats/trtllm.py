@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from eplb_opt.errors import FormatError, SolverUnavailableError
 from eplb_opt.formats.counts import checked_rows
-from eplb_opt.formats.parsing import parsing, the_one
+from eplb_opt.formats.parsing import import_safetensors, parsing, the_one
 from eplb_opt.formats.slots import Ends, Table, flat_table
 from eplb_opt.formats.values import expert_ids, value_of, without_repeats
 from eplb_opt.load_trace import LoadTrace
@@ -195,7 +195,7 @@ def _rank_files(folder: Path) -> list[Path]:
 
 def _keys(path: Path) -> list[_Key]:
     """Return the keys of one rank's file, from its header."""
-    safetensors = _safetensors(path, "safetensors")
+    safetensors = import_safetensors(f"reading {path}")
     with path.open("rb"), parsing(path), safetensors.safe_open(path, framework="numpy") as file:
         names = sorted(file.keys())  # the library's order varies
     keys = []
@@ -214,21 +214,13 @@ def _read_rank(path: Path, experts: int) -> tuple[list[_Key], npt.NDArray[np.int
         return [], np.empty((0, experts), dtype=np.int64)
     content = path.read_bytes()
     with parsing(path):
-        tensors = _safetensors(path, "safetensors.numpy").load(content)
+        tensors = import_safetensors(f"reading {path}", "safetensors.numpy").load(content)
     names = list(map(_spelled, keys))
     for name in names:
         if tensors[name].shape != (experts,):
             problem = f"shape {list(tensors[name].shape)}; {META} says {experts} experts"
             raise FormatError(path, name, problem)
     return keys, checked_rows(path, names, [tensors[name] for name in names])
-
-
-def _safetensors(path: Path, module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        problem = f"reading {path} needs safetensors: pip install 'eplb-opt[files]'"
-        raise SolverUnavailableError(problem) from error
 
 
 def _spelled(key: _Key) -> str:
