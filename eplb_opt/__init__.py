@@ -29,19 +29,22 @@ from eplb_opt.errors import (
 )
 from eplb_opt.formats.placements import PlacementFormat, read_placement, write_placement
 from eplb_opt.gap import optimality_gap
+from eplb_opt.heat import CollectThenDecide, PeriodicDump, SlidingWindow, StageFilter
 from eplb_opt.measure import Measure, Split
+from eplb_opt.memory import memory_per_gpu
 from eplb_opt.metrics import PlacementMetrics
 from eplb_opt.objective import OBJECTIVES, Curve, Objective, Piece
 from eplb_opt.placement import Placement
 from eplb_opt.placers import placement_methods
 from eplb_opt.placing import PlacementPlan, move_curve, solve_placement
+from eplb_opt.recorder import Recorder
 from eplb_opt.regime import RegimeMap, regime_map
 from eplb_opt.routers import RoutingMethod, routing_methods
 from eplb_opt.routing import Router, Routing, RoutingSummary, solve_routing
 from eplb_opt.status import Proof, Status
 from eplb_opt.stopping import TimeLimit
 from eplb_opt.topology import Transport, transport
-from eplb_opt.trace import LoadTrace, TokenTrace, read_trace
+from eplb_opt.trace import LoadTrace, StepFacts, TokenTrace, read_trace, write_trace
 from eplb_opt.workload import MODEL_SHAPES, ModelShape, Workload, model_shape
 
 __version__: str
@@ -59,6 +62,7 @@ def __getattr__(name: str) -> str:
 __all__ = [
     "MODEL_SHAPES",
     "OBJECTIVES",
+    "CollectThenDecide",
     "Curve",
     "EplbError",
     "FormatError",
@@ -70,26 +74,32 @@ __all__ = [
     "ModelShape",
     "MoveCurve",
     "Objective",
+    "PeriodicDump",
     "Piece",
     "Placement",
     "PlacementFormat",
     "PlacementMetrics",
     "PlacementPlan",
     "Proof",
+    "Recorder",
     "RegimeMap",
     "Router",
     "Routing",
     "RoutingMethod",
     "RoutingSummary",
+    "SlidingWindow",
     "SolverUnavailableError",
     "Split",
+    "StageFilter",
     "Status",
+    "StepFacts",
     "TimeLimit",
     "TokenTrace",
     "Transport",
     "Workload",
     "certified_bound",
     "count_tokens",
+    "memory_per_gpu",
     "model_shape",
     "move_curve",
     "optimality_gap",
@@ -102,4 +112,5 @@ __all__ = [
     "solve_routing",
     "transport",
     "write_placement",
+    "write_trace",
 ]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["as_array"]
+__all__ = ["as_array", "narrowed"]
 
 
 def as_array(values: ArrayLike, name: str, error: type[Exception]) -> NDArray[Any]:
@@ -16,3 +16,12 @@ def as_array(values: ArrayLike, name: str, error: type[Exception]) -> NDArray[An
         return np.asarray(values)
     except ValueError:
         raise error(f"{name} has rows of different lengths") from None
+
+
+def narrowed(counts: NDArray[np.integer]) -> NDArray[np.integer]:
+    """Return a copy of counts as uint8, uint16, uint32 or int64, the narrowest that holds them.
+
+    Not uint64, which numpy turns into float64 beside int64.
+    """
+    dtype = np.min_scalar_type(int(counts.max(initial=0)))
+    return counts.astype(dtype if dtype.itemsize < 8 else np.int64)

@@ -25,6 +25,7 @@ from eplb_opt.demand import count_tokens
 from eplb_opt.errors import EplbError, InvalidTokensError
 from eplb_opt.formats.placements import (
     NUMBERED,
+    PLACEMENT_SUFFIXES,
     PlacementFormat,
     format_to_write,
     holds_placement,
@@ -48,7 +49,7 @@ from eplb_opt.report import (
 from eplb_opt.routers import resolve_method
 from eplb_opt.routing import solve_routing
 from eplb_opt.stopping import TimeLimit
-from eplb_opt.trace import LoadTrace, TokenTrace, read_trace
+from eplb_opt.trace import LoadTrace, TokenTrace, read_trace, write_trace
 from eplb_opt.workload import Stage, Workload, model_shape
 
 __all__ = ["app"]
@@ -247,9 +248,10 @@ def gap(
         typer.Argument(
             metavar="FILE",
             show_default=False,
-            help="Recorded traffic: SGLang's logical_count (.json, .pt), counts (.npy, .npz, .csv)"
-            " or top-k ids (.npz). Counts of several steps and ids are replayed; from one step of"
-            " counts, batches are drawn. Without a file: synthetic DeepSeek-V3 decode traffic.",
+            help="Recorded traffic: SGLang's logical_count (.json, .pt), counts (.npy, .npz, .csv),"
+            " top-k ids (.npz), or a folder: a recording, an engine's statistics. Counts of several"
+            " steps and ids are replayed; from one step of counts, batches are drawn. Without a"
+            " file: synthetic DeepSeek-V3 decode traffic.",
         ),
     ] = None,
     gpus: _GpusOption = "8,16,32",
@@ -490,8 +492,9 @@ def route(
         Path,
         typer.Argument(
             metavar="TOKENS",
-            help="The batches: counts per step, layer and expert (.json, .pt, .npy, .npz, .csv) or"
-            " top-k ids (.npz). Dense layers, without any token, are left out if need be.",
+            help="The batches: counts per step, layer and expert (.json, .pt, .npy, .npz, .csv, a"
+            " folder) or top-k ids (.npz). Dense layers, without any token, are left out if need"
+            " be.",
         ),
     ],
     gpus: Annotated[
@@ -571,9 +574,10 @@ def route(
 
 @app.command(
     epilog="What a file holds is decided by the names in it (.json, .npz, .pt) or its suffix (.yaml"
-    " holds a placement, .csv traffic; so does TensorRT-LLM's folder of statistics). A bare .npy"
-    " is a placement if it is boolean, or if its integers can be"
-    " the slots of a placement: every expert occurs, seldom twice on a GPU. --as overrules that."
+    " holds a placement, .csv traffic; so does a folder: a recording, SGLang's dumps or"
+    " TensorRT-LLM's statistics). A bare .npy is a placement if it is boolean, or if its integers"
+    " can be the slots of a placement: every expert occurs, seldom twice on a GPU. --as overrules"
+    " that."
     "\n\nExample:\n\n  eplb-opt validate expert_map.json"
 )
 def validate(
@@ -617,13 +621,20 @@ def validate(
 @app.command(
     epilog="Formats: slots, mask and device-mask are .npz or .npy; sglang is .json or .pt; vllm and"
     " vllm-ascend are .json; trtllm is .yaml. A placement with dense layers in it (sglang) becomes"
-    " one without by --dense-layers, and the other way round by --first-layer.\n\nExamples:\n\n"
+    " one without by --dense-layers, and the other way round by --first-layer. Traffic becomes a"
+    " recording, a folder of safetensors files that is quick to open.\n\nExamples:\n\n"
     "  eplb-opt convert expert_map.json balancer.yaml --first-layer 3\n\n"
-    "  eplb-opt convert map.json expert_map.json --gpus 32 --dense-layers 3 --to vllm-ascend"
+    "  eplb-opt convert map.json expert_map.json --gpus 32 --dense-layers 3 --to vllm-ascend\n\n"
+    "  eplb-opt convert sglang_dumps/ decode.trace"
 )
 def convert(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A placement.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A placement, or recorded traffic.")],
+    out: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OUT", help="The file to write; for traffic, the folder of a new recording."
+        ),
+    ],
     to: Annotated[
         PlacementFormat | None,
         typer.Option(
@@ -652,9 +663,28 @@ def convert(
             " trtllm).",
         ),
     ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            show_default=False,
+            help="Tokens of a step, where FILE holds the top-k ids of traffic.",
+        ),
+    ] = None,
 ) -> None:
-    """Write a placement in another format."""
+    """Write a placement in another format, or traffic as a recording."""
     _require_folders(out)
+    is_file = out.suffix.lower() in PLACEMENT_SUFFIXES  # a recording is a folder
+    if not (is_file or form or to or holds_placement(file)):
+        if gpus or dense_layers or draft_layers or first_layer is not None:
+            raise typer.BadParameter(
+                f"{file} holds traffic: of the options, --batch alone is for it"
+            )
+        _convert_trace(file, out, batch)
+        return
+    if batch is not None:
+        raise typer.BadParameter("--batch is for traffic, whose recording is a folder")
     written = format_to_write(out, to)
     placement = read_placement(
         file, num_gpus=gpus, format=form, dense_layers=dense_layers, draft_layers=draft_layers
@@ -666,6 +696,18 @@ def convert(
         _say("note", f"{written.value} numbers layers; from 0 here, see --first-layer")
     write_placement(placement, out, format=written, layer_ids=numbers)
     print_placement(placement, f"{out}: written as {written.value}")
+
+
+def _convert_trace(file: Path, out: Path, batch: int | None) -> None:
+    trace = read_trace(file)
+    if isinstance(trace, TokenTrace):
+        if batch is None:
+            raise typer.BadParameter(f"{file} holds top-k ids: give --batch, the tokens of a step")
+        trace = trace.counted(batch)
+    elif batch is not None:
+        raise typer.BadParameter(f"--batch is for top-k ids; {file} holds counts")
+    write_trace(trace, out)
+    print_trace(trace, f"{out}: written as a recording")
 
 
 @app.command(epilog="Example:\n\n  eplb-opt gap --model kimi-k2 --method metro:order=random,seed=3")
@@ -720,7 +762,7 @@ def _demand(
     """
     counts: NDArray[np.integer]
     if isinstance(trace, LoadTrace):
-        counts, ids = trace.tokens, None
+        counts, ids = np.asarray(trace.tokens), None
     else:
         whole = trace.batches(trace.num_tokens if batch is None else batch)
         counts = count_tokens(whole, placement.num_experts)

@@ -397,7 +397,7 @@ class _Batches:
                 None,
                 source.num_layers,
                 *moe_layers(source.load(), draft_layers),
-                at=lambda begin, end: counts[begin:end],
+                at=lambda begin, end: np.asarray(counts[begin:end]),
                 holds_ids=False,
             )
         cut = source.batches(tokens, steps=steps)

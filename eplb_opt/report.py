@@ -386,10 +386,12 @@ def print_trace(trace: LoadTrace | TokenTrace, title: str) -> None:
     dense = np.flatnonzero(~served)
     if isinstance(trace, LoadTrace):
         shape = f"counts of {many(trace.num_steps, 'step')}"
+        known = _known(trace)
     else:
         shape = f"top-{trace.top_k} ids of {many(trace.num_tokens, 'token')}"
+        known = []
     shape += f", {many(load.shape[0], 'layer')}, {many(load.shape[1], 'expert')}"
-    facts = [("shape", shape)]
+    facts = [("shape", shape), *known]
     if dense.size:
         some = ", ".join(map(str, dense[:8])) + (", ..." if dense.size > 8 else "")
         facts.append(("dense layers (no tokens)", f"{dense.size}: {some}"))
@@ -404,14 +406,41 @@ def print_trace(trace: LoadTrace | TokenTrace, title: str) -> None:
     _print_facts(title, facts)
 
 
+def _known(trace: LoadTrace) -> list[tuple[str, str]]:
+    """Say what is known of a trace besides its counts."""
+    facts = []
+    if trace.model is not None:
+        facts.append(("model", trace.model))
+    if trace.top_k is not None:
+        facts.append(("experts per token", str(trace.top_k)))
+    if trace.layer_ids is not None:
+        first, last = trace.layer_ids[0], trace.layer_ids[-1]
+        facts.append(("layers in the model", f"{first} to {last}" if first < last else str(first)))
+    if trace.source_tokens is not None:
+        facts.append(("counted by source GPU", many(trace.source_tokens.shape[2], "GPU")))
+    stage, scheduled, time = trace.facts.stage, trace.facts.scheduled, trace.facts.time
+    if stage is not None:
+        parts = ((stage == name).sum() for name in ("decode", "prefill", ""))
+        facts.append(("steps by stage", "{} decode, {} prefill, {} unknown".format(*parts)))
+    if scheduled is not None:
+        facts.append(("scheduled tokens of a step", _spread(scheduled)))
+    if time is not None and trace.num_steps > 1:
+        facts.append(("seconds from step to step", _spread(np.diff(time), digits=4)))
+    idle = trace.idle_steps()
+    if idle.size:
+        facts.append(("steps without tokens", f"{idle.size}, the first is step {idle[0]}"))
+    return facts
+
+
 def many(count: int, noun: str) -> str:
     """Return a count with its noun, in the plural if need be."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def _spread(values: NDArray[Any]) -> str:
+def _spread(values: NDArray[Any], digits: int = 2) -> str:
     """Say the least, the median and the most, or what they all are."""
+    whole = "." + "0" * digits
     low, middle, high = (
-        f"{value:.2f}".removesuffix(".00") for value in np.percentile(values, [0, 50, 100])
+        f"{value:.{digits}f}".removesuffix(whole) for value in np.percentile(values, [0, 50, 100])
     )
     return low if low == high else f"{low} least, {middle} median, {high} most"

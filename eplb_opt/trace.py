@@ -12,126 +12,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from eplb_opt.demand import count_tokens
 from eplb_opt.errors import FormatError, InvalidTokensError
 from eplb_opt.formats.arrays import TOPK_KEYS, read_csv, read_npy, read_npz
 from eplb_opt.formats.counts import checked_counts, step_slices
-from eplb_opt.formats.sglang import read_json, read_pt
-from eplb_opt.formats.trtllm import read_statistics
+from eplb_opt.formats.recording import TraceWriter, holds_recording, read_recording
+from eplb_opt.formats.sglang import read_dumps, read_json, read_pt
+from eplb_opt.formats.trtllm import META, read_statistics
+from eplb_opt.load_trace import LoadTrace, StepFacts, check_integers
+from eplb_opt.step_array import StepArray, StepPart
 
-__all__ = ["LoadTrace", "TokenTrace", "read_trace"]
+__all__ = ["LoadTrace", "StepFacts", "TokenTrace", "read_trace", "write_trace"]
 
 _MOST_EXPERTS_INFERRED = 2**16  # far above any model, below most vocabularies
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LoadTrace:
-    """Token counts per step, layer and expert.
-
-    Parameters
-    ----------
-    tokens : integer array, [steps, layers, experts]
-        Not negative, which `read_trace` has checked for its files and nobody for a hand-made trace.
-        It may be memory-mapped, and keeps its dtype.
-
-    Raises
-    ------
-    InvalidTokensError
-        When ``tokens`` is not a non-empty integer array of three dimensions.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> trace = LoadTrace(np.array([[[0, 0], [3, 1]], [[0, 0], [2, 5]]]))
-    >>> trace.load().tolist()
-    [[0, 0], [5, 6]]
-    >>> trace.moe_layers().tolist()
-    [1]
-    >>> trace.select_layers([1]).tokens.shape
-    (2, 1, 2)
-    """
-
-    tokens: npt.NDArray[np.integer]
-
-    def __post_init__(self) -> None:
-        """Refuse what the class does not describe."""
-        _check_integers("tokens", self.tokens, "steps", "layers", "experts")
-
-    @property
-    def num_steps(self) -> int:
-        """Recorded steps."""
-        return int(self.tokens.shape[0])
-
-    @property
-    def num_layers(self) -> int:
-        """Layers, dense ones included where the file has rows for them."""
-        return int(self.tokens.shape[1])
-
-    @property
-    def num_experts(self) -> int:
-        """Experts per layer."""
-        return int(self.tokens.shape[2])
-
-    def load(self) -> npt.NDArray[np.int64]:
-        """Sum the tokens over all steps, a few MiB at a time.
-
-        Returns
-        -------
-        int64 array, [layers, experts]
-
-        Raises
-        ------
-        InvalidTokensError
-            When an expert's sum is negative or exceeds 2^63-1.
-        """
-        total = np.zeros(self.tokens.shape[1:], dtype=np.int64)
-        rounded = np.zeros(total.shape)
-        for part in step_slices(self.tokens):
-            total += self.tokens[part].sum(axis=0, dtype=np.int64)
-            if self.tokens.dtype.itemsize == 8:  # smaller counts would need 2^31 steps
-                rounded += self.tokens[part].sum(axis=0, dtype=np.float64)
-        # int64 wraps in silence: to a negative number first, and by 2^64 or more after that.
-        wrapped = (total < 0) | (rounded >= 1.5 * 2**63)
-        if wrapped.any():
-            layer, expert = np.argwhere(wrapped)[0].tolist()
-            problem = (
-                f"layer {layer}, expert {expert}: a count is negative, "
-                "or the sum over steps exceeds 2^63-1"
-            )
-            raise InvalidTokensError(problem)
-        return total
-
-    def moe_layers(self) -> npt.NDArray[np.intp]:
-        """Find the layers with any token; dense layers are recorded as rows of zeros.
-
-        Returns
-        -------
-        intp array, [MoE layers], ascending
-        """
-        return np.flatnonzero(self.load().any(axis=1))
-
-    def select_layers(self, layers: npt.ArrayLike) -> LoadTrace:
-        """Keep some layers, in the given order.
-
-        Parameters
-        ----------
-        layers : integers, [selected]
-            Layer indices, such as `moe_layers` returns. Consecutive ones give a view, which leaves
-            a memory-mapped trace on disk; others are copied.
-
-        Raises
-        ------
-        InvalidTokensError
-            When there is none, or one is not a layer of this trace.
-        """
-        chosen = np.asarray(layers)
-        _check_integers("layers", chosen, "selected")
-        outside = chosen[(chosen < 0) | (chosen >= self.num_layers)]
-        if outside.size:
-            problem = f"layer {outside[0]} is outside 0..{self.num_layers - 1}"
-            raise InvalidTokensError(problem)
-        if (np.diff(chosen.astype(np.int64)) == 1).all():
-            return LoadTrace(self.tokens[:, int(chosen[0]) : int(chosen[-1]) + 1])
-        return LoadTrace(self.tokens[:, chosen])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,8 +65,8 @@ class TokenTrace:
 
     def __post_init__(self) -> None:
         """Refuse what the class does not describe."""
-        _check_integers("topk_ids", self.topk_ids, "tokens", "layers", "k")
-        _check_integers("generation", self.generation, "tokens")
+        check_integers("topk_ids", self.topk_ids, "tokens", "layers", "k")
+        check_integers("generation", self.generation, "tokens")
         if len(self.generation) != self.num_tokens:
             problem = f"generation has {len(self.generation)} tokens, topk_ids {self.num_tokens}"
             raise InvalidTokensError(problem)
@@ -252,6 +145,28 @@ class TokenTrace:
         shape = (wanted, tokens_per_batch, self.num_layers, self.top_k)
         return used.reshape(shape).swapaxes(1, 2)
 
+    def counted(self, tokens_per_batch: int) -> LoadTrace:
+        """Make a step of every batch of `batches`: its counts, which are taken when it is loaded.
+
+        Raises
+        ------
+        InvalidTokensError
+            When the trace has not even one complete batch.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> ids = np.array([[[0, 1]], [[1, 2]], [[2, -1]]])
+        >>> trace = TokenTrace(ids, num_experts=4, generation=np.zeros(3, dtype=np.int64))
+        >>> trace.counted(2).tokens[0].tolist()
+        [[1, 2, 1, 0]]
+        """
+        ids = StepPart.of(self.batches(tokens_per_batch))
+        counts = ids.map(lambda batches: count_tokens(batches, self.num_experts))
+        scheduled = np.full(counts.shape[0], tokens_per_batch)
+        facts = StepFacts(scheduled=scheduled)
+        return LoadTrace(StepArray([counts]), facts=facts, top_k=self.top_k)
+
 
 def read_trace(
     path: str | os.PathLike[str], *, num_experts: int | None = None
@@ -262,7 +177,10 @@ def read_trace(
     suffix        content                                              gives
     ============= ==================================================== ==============
     .json         SGLang's ``logical_count``, [L][E] or [T][L][E]      `LoadTrace`
-    .pt, .pth     the same as `torch.save` wrote it (needs PyTorch)    `LoadTrace`
+    .pt, .pth     a dump of SGLang's recorder (needs PyTorch): the     `LoadTrace`
+                  same from ``stat``, or one rank's passes from
+                  ``per_pass`` or ``per_token``, the latter with stage
+                  and scheduled tokens
     .npy          counts [L, E] or [T, L, E]; memory-mapped            `LoadTrace`
     .csv          counts: a row per layer, a blank line between steps, `LoadTrace`
                   ``#`` starts a comment
@@ -271,6 +189,11 @@ def read_trace(
     .npz          ids [tokens, k] (one layer) or [tokens, layers, k]   `TokenTrace`
                   under exactly one of ``topk_ids``, ``topk``,
                   ``data``; may add ``generation`` [tokens]
+    .safetensors  one file of a recording (see `write_trace`)          `LoadTrace`
+    (a folder)    a recording: ``steps-{first step}.safetensors``;     `LoadTrace`
+                  memory-mapped (needs the extra ``files``)
+    (a folder)    the .pt files that SGLang's recorder wrote, one for  `LoadTrace`
+                  each rank, summed over ranks
     (a folder)    TensorRT-LLM's expert statistics: ``meta_info.json`` `LoadTrace`
                   and ``rank{r}.safetensors`` with counts [E] under
                   ``{iteration}_{layer}``, summed over ranks (needs the
@@ -311,8 +234,8 @@ def read_trace(
     Notes
     -----
     Memory-mapped integers are checked part by part and never copied: .npy and .pt files may be
-    larger than memory. JSON and CSV are streamed: beside the int64 result, one row is in memory.
-    An .npz is read into memory once.
+    larger than memory, and recordings are not even read before they are used. JSON and CSV are
+    streamed: beside the int64 result, one row is in memory. An .npz is read into memory once.
 
     Examples
     --------
@@ -327,33 +250,98 @@ def read_trace(
     path = Path(path)
     suffix = path.suffix.lower()
     if path.is_dir():
-        return _load_trace(path, read_statistics(path), num_experts)
+        return _checked(path, _read_folder(path), num_experts)
     if suffix == ".npz":
         key, array, generation = read_npz(path)
         if key in TOPK_KEYS:
             return _token_trace(path, key, array, generation, num_experts)
-        return _load_trace(path, checked_counts(path, key, array), num_experts)
+        return _checked(path, LoadTrace(checked_counts(path, key, array)), num_experts)
     if suffix not in _COUNT_READERS:
         known = ", ".join([*_COUNT_READERS, ".npz"])
         raise FormatError(path, "", f"unknown suffix {path.suffix!r}; known are {known}")
-    return _load_trace(path, _COUNT_READERS[suffix](path), num_experts)
+    return _checked(path, _COUNT_READERS[suffix](path), num_experts)
 
 
-_COUNT_READERS: dict[str, Callable[[Path], npt.NDArray[np.integer]]] = {
-    ".json": read_json,
+def write_trace(trace: LoadTrace, folder: str | os.PathLike[str], *, append: bool = False) -> None:
+    """Write counts as a recording, with what is known of the steps, a few steps at a time.
+
+    Parameters
+    ----------
+    trace
+        The counts; those of a `TokenTrace` are its `~TokenTrace.counted`.
+    folder
+        The recording, a folder of safetensors files: ``tokens`` or ``source_tokens``, ``stage``,
+        ``scheduled``, ``time``, with the rest in the metadata. Counts are written in the narrowest
+        integers that hold them. It is made if need be, and must not hold a recording yet.
+    append
+        Go on after the last step of the recording that is there.
+
+    Raises
+    ------
+    FileExistsError
+        When the folder holds a recording and `append` is false.
+    FormatError, InvalidTokensError
+        When the steps do not go with those that are there.
+    SolverUnavailableError
+        When safetensors is not installed: it comes with the extra ``files``.
+    OSError
+        When it cannot be written: the message says which steps are missing.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import numpy as np
+    >>> trace = LoadTrace(np.array([[[3, 1]], [[2, 5]]]), top_k=2)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_trace(trace, folder)
+    ...     read_trace(folder).load().tolist()
+    [[5, 6]]
+    """
+    columns = {name: column.tolist() for name, column in trace.facts.columns().items()}
+    counts = trace.tokens if trace.source_tokens is None else trace.source_tokens
+    with TraceWriter(
+        folder,
+        model=trace.model,
+        top_k=trace.top_k,
+        layer_ids=trace.layer_ids,
+        append=append,
+    ) as writer:
+        for part in step_slices(counts):
+            for step, tokens in enumerate(np.asarray(counts[part]), start=part.start):
+                facts = {name: column[step] for name, column in columns.items()}
+                writer.append(tokens, **facts)
+
+
+_COUNT_READERS: dict[str, Callable[[Path], LoadTrace]] = {
+    ".json": lambda path: LoadTrace(read_json(path)),
     ".pt": read_pt,
     ".pth": read_pt,
-    ".npy": read_npy,
-    ".csv": read_csv,
+    ".npy": lambda path: LoadTrace(read_npy(path)),
+    ".csv": lambda path: LoadTrace(read_csv(path)),
+    ".safetensors": read_recording,
 }
 
 
-def _load_trace(path: Path, tokens: npt.NDArray[np.integer], num_experts: int | None) -> LoadTrace:
-    if num_experts not in (None, tokens.shape[2]):
-        problem = f"{tokens.shape[2]} experts per layer, but num_experts={num_experts}"
+def _read_folder(folder: Path) -> LoadTrace:
+    if holds_recording(folder):
+        return read_recording(folder)
+    if (folder / META).exists():
+        return read_statistics(folder)
+    if any(path.suffix in (".pt", ".pth") for path in folder.iterdir()):
+        return read_dumps(folder)
+    problem = (
+        "no traffic in this folder; known are a recording (steps-000000000.safetensors), "
+        f"SGLang's dumps (.pt) and TensorRT-LLM's statistics ({META})"
+    )
+    raise FormatError(folder, "", problem)
+
+
+def _checked(path: Path, trace: LoadTrace, num_experts: int | None) -> LoadTrace:
+    if num_experts not in (None, trace.num_experts):
+        problem = f"{trace.num_experts} experts per layer, but num_experts={num_experts}"
         raise FormatError(path, "", problem)
-    _warn_of_one_gpu(path, tokens)
-    return LoadTrace(tokens)
+    _warn_of_one_gpu(path, trace)
+    return trace
 
 
 def _token_trace(
@@ -367,7 +355,7 @@ def _token_trace(
         generation = np.zeros(len(ids) if ids.ndim else 0, dtype=np.int64)
     try:
         ids = ids[:, np.newaxis] if ids.ndim == 2 else ids
-        _check_integers(key, ids, "tokens", "layers", "k")
+        check_integers(key, ids, "tokens", "layers", "k")
         if num_experts is None:
             num_experts = _inferred_experts(ids)
         return TokenTrace(ids, num_experts, generation)
@@ -383,18 +371,12 @@ def _inferred_experts(ids: npt.NDArray[np.integer]) -> int:
     return experts
 
 
-def _check_integers(name: str, array: npt.NDArray[Any], *axes: str) -> None:
-    if array.dtype.kind not in "iu" or array.ndim != len(axes) or array.size == 0:
-        expected = f"expected integers [{', '.join(axes)}], not empty"
-        raise InvalidTokensError(f"{name} is {array.dtype} {list(array.shape)}; {expected}")
-
-
-def _warn_of_one_gpu(path: Path, tokens: npt.NDArray[np.integer]) -> None:
+def _warn_of_one_gpu(path: Path, trace: LoadTrace) -> None:
     """Warn when all load lies on few consecutive experts: stops at the first part that refutes."""
-    num_experts = tokens.shape[2]
+    num_experts = trace.num_experts
     used = np.zeros(num_experts, dtype=bool)
-    for part in step_slices(tokens):
-        used |= tokens[part].any(axis=(0, 1))
+    for part in step_slices(trace.tokens):
+        used |= np.asarray(trace.tokens[part]).any(axis=(0, 1))
         experts = np.flatnonzero(used)
         if experts.size and 2 * (experts[-1] - experts[0] + 1) > num_experts:
             return

@@ -24,6 +24,7 @@ from eplb_opt.placement import Placement
 from eplb_opt.placers import placement_methods
 from eplb_opt.routers import routing_methods
 from eplb_opt.routing import solve_routing
+from eplb_opt.trace import LoadTrace, StepFacts, read_trace, write_trace
 from eplb_opt.workload import MODEL_SHAPES
 
 DEFAULT_METHODS = default_methods(Objective.preset("activations"))
@@ -575,6 +576,32 @@ def test_validate_files_of_another_layout(tmp_path: Path) -> None:
     assert "counts of 2 steps, 1 layer, 2 experts" in run("validate", tmp_path).stdout
 
 
+def test_validate_tells_what_is_known_of_the_steps(tmp_path: Path) -> None:
+    """Of a recording: stage, scheduled tokens, time, sources, and steps without tokens."""
+    pytest.importorskip("safetensors")
+    sources = np.ones((4, 1, 2, 4), dtype=np.uint8)
+    sources[2] = 0
+    facts = StepFacts(
+        stage=np.array(["decode", "prefill", "", "decode"]),
+        scheduled=np.array([2, 9, 0, 4]),
+        time=np.array([1.0, 1.0005, 1.25, 2.0]),
+    )
+    known = {"model": "DeepSeek-V3", "top_k": 2, "layer_ids": (7,)}
+    write_trace(LoadTrace.from_sources(sources, facts=facts, **known), tmp_path / "a.trace")
+    said = re.sub(" +", " ", run("validate", tmp_path / "a.trace", columns=120).stdout)
+    for line in (
+        "model DeepSeek-V3",
+        "experts per token 2",
+        "layers in the model 7",
+        "counted by source GPU 2 GPUs",
+        "steps by stage 2 decode, 1 prefill, 1 unknown",
+        "scheduled tokens of a step 0 least, 3 median, 9 most",
+        "seconds from step to step 0.0005 least, 0.2495 median, 0.7500 most",
+        "steps without tokens 1, the first is step 2",
+    ):
+        assert line in said
+
+
 # convert
 
 
@@ -637,6 +664,47 @@ def test_convert_says_what_is_wrong(
     name, *rest = options
     assert message in refusal("convert", placement, tmp_path / name, *rest)
     assert not (tmp_path / name).exists()
+
+
+def test_convert_traffic_to_a_recording(tokens: Path, tmp_path: Path) -> None:
+    """It is summed up, reads as the file did, and is not overwritten."""
+    pytest.importorskip("safetensors")
+    csv = tmp_path / "a.csv"
+    csv.write_text("1,2,3\n\n4,5,6\n")
+    out = tmp_path / "a.trace"
+    said = run("convert", csv, out).stdout
+    assert f"{out.name}: written as a recording" in said
+    assert "counts of 2 steps, 1 layer, 3 experts" in said
+    trace = read_trace(out)
+    assert isinstance(trace, LoadTrace)
+    np.testing.assert_array_equal(trace.tokens, [[[1, 2, 3]], [[4, 5, 6]]])
+    assert "holds a recording already" in refusal("convert", csv, out)
+    assert "--batch is for top-k ids" in refusal("convert", csv, out, "--batch", 2, code=2)
+    assert "--batch alone" in refusal("convert", csv, out, "--gpus", 2, code=2)
+    slots = write_slots(tmp_path)
+    placed = refusal("convert", slots, tmp_path / "a.npz", "--batch", 2, code=2)
+    assert "--batch is for traffic" in placed
+    assert run("route", slots, out).stdout == run("route", slots, csv).stdout
+
+
+def test_convert_ids_to_a_recording_by_batch(tmp_path: Path) -> None:
+    """So many tokens make a step; the incomplete last one is dropped, as by route."""
+    pytest.importorskip("safetensors")
+    ids = tmp_path / "ids.npz"
+    np.savez(ids, topk=np.array([[0, 1], [1, 2], [3, 0], [0, 2], [1, 1]]))
+    assert "give --batch" in refusal("convert", ids, tmp_path / "out", code=2)
+    run("convert", ids, tmp_path / "out", "--batch", 2)
+    trace = read_trace(tmp_path / "out")
+    assert isinstance(trace, LoadTrace)
+    np.testing.assert_array_equal(trace.tokens, [[[1, 2, 1, 0]], [[2, 0, 1, 1]]])
+    assert trace.top_k == 2
+
+
+def write_slots(folder: Path) -> Path:
+    """Write a placement of three experts."""
+    path = folder / "slots.npy"
+    np.save(path, np.array([[0, 1], [2, 0]]))
+    return path
 
 
 # The process

@@ -17,6 +17,7 @@ import pytest
 from eplb_opt import gap
 from eplb_opt.demand import count_tokens
 from eplb_opt.errors import EplbError, InvalidPlacementError, InvalidTokensError
+from eplb_opt.formats.recording import TraceWriter
 from eplb_opt.gap import GapRow, GapStudy, default_methods, optimality_gap
 from eplb_opt.objective import Objective, Piece
 from eplb_opt.placement import Placement
@@ -245,6 +246,20 @@ def test_counts_of_several_steps_are_replayed(ids: Ids) -> None:
     assert_row_is(study.rows[0], routing, solve_routing(placement, served), placement)
     assert (study.batches, study.layers, study.tokens_per_batch) == (40, 2, None)
     assert optimality_gap(trace, **{**SMALL, "steps": 7}, methods=["metro"]).batches == 7
+
+
+def test_a_recording_is_replayed_from_its_files(ids: Ids, tmp_path: Path) -> None:
+    """Counts in parts give the study of the same counts in memory, over their borders too."""
+    pytest.importorskip("safetensors")
+    counts = count_tokens(ids, 16)
+    with TraceWriter(tmp_path, steps_per_file=7) as writer:
+        for step in counts:
+            writer.append(step)
+    setting: dict[str, Any] = {"gpus": [4], "replication": [1.5], "methods": ["metro"]}
+    recorded = optimality_gap(tmp_path, **setting)
+    rows = [replace(row, microseconds=0.0) for row in recorded.rows]
+    in_memory = optimality_gap(LoadTrace(counts), **setting)
+    assert rows == [replace(row, microseconds=0.0) for row in in_memory.rows]
 
 
 def test_more_steps_than_recorded_are_refused(ids: Ids) -> None:

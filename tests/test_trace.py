@@ -89,6 +89,11 @@ def read_load(path: Path) -> LoadTrace:
     return trace
 
 
+def loaded(trace: LoadTrace) -> Array:
+    """Load all of a trace's counts."""
+    return np.asarray(trace.tokens)
+
+
 def read_tokens(path: Path, num_experts: int | None = None) -> TokenTrace:
     """Read a file that holds top-k ids."""
     trace = read_trace(path, num_experts=num_experts)
@@ -139,7 +144,7 @@ def test_whole_floats_are_counts(folder: Path, suffix: str, tokens: Array) -> No
     """Counts that a file spells as floats, as SGLang's do, become int64 without loss."""
     trace = read_load(written(folder, suffix, WRITERS[suffix](tokens)))
     assert trace.tokens.dtype == np.int64
-    np.testing.assert_array_equal(trace.tokens.reshape(tokens.shape), tokens)
+    np.testing.assert_array_equal(loaded(trace).reshape(tokens.shape), tokens)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.uint32, np.dtype(">i4"), np.uint64])
@@ -181,7 +186,7 @@ def test_csv_is_rows_of_layers_with_comments(tmp_path: Path) -> None:
     """Blank lines part the steps, however many; comments and a byte-order mark change nothing."""
     text = "\ufeff# layer by expert\n\n1, 2 ,3 # dense\n#\n4,5.0,6\n\n\n# next\n7,8,9\r\n0,1,2\n\n"
     trace = read_load(written(tmp_path, ".csv", text.encode()))
-    assert trace.tokens.tolist() == [[[1, 2, 3], [4, 5, 6]], [[7, 8, 9], [0, 1, 2]]]
+    assert loaded(trace).tolist() == [[[1, 2, 3], [4, 5, 6]], [[7, 8, 9], [0, 1, 2]]]
 
 
 def test_the_number_of_experts_is_the_largest_id_unless_given(tmp_path: Path) -> None:
@@ -293,7 +298,7 @@ def test_large_files_stay_on_disk(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert peak < size / 8
-    assert not trace.tokens.flags.writeable
+    assert not loaded(trace).flags.writeable
     assert load[3:].min() == load.max() == 4 * (2**31 - 1)
     assert trace.moe_layers().tolist() == list(range(3, 61))
 
@@ -334,7 +339,7 @@ def test_json_values_that_are_not_counts_are_named(
 def test_integers_beside_floats_stay_exact(tmp_path: Path) -> None:
     """A float in a row does not round the integers beside it."""
     path = written(tmp_path, ".json", b'{"logical_count": [[9007199254740993, 1.0, 0]]}')
-    assert read_load(path).tokens.tolist() == [[[2**53 + 1, 1, 0]]]
+    assert loaded(read_load(path)).tolist() == [[[2**53 + 1, 1, 0]]]
 
 
 @pytest.mark.parametrize(
@@ -542,7 +547,7 @@ def test_text_in_another_encoding_is_refused(tmp_path: Path) -> None:
 def test_the_suffix_decides(tmp_path: Path, name: str) -> None:
     """A suffix that no reader knows is refused with the list of those that are known."""
     error = refusal(tmp_path / name)
-    assert ".json, .pt, .pth, .npy, .csv, .npz" in error.problem
+    assert ".json, .pt, .pth, .npy, .csv, .safetensors, .npz" in error.problem
 
 
 @pytest.mark.parametrize("suffix", WRITERS)
@@ -550,10 +555,14 @@ def test_a_missing_file_is_the_systems_error(tmp_path: Path, suffix: str) -> Non
     """What the operating system refuses is not the file's form."""
     with pytest.raises(FileNotFoundError):
         read_trace(tmp_path / f"missing{suffix}")
-    folder = tmp_path / f"folder{suffix}"
+
+
+def test_a_folder_without_traffic_says_what_it_could_be(tmp_path: Path) -> None:
+    """The three kinds of folders are named, whatever the folder's own suffix."""
+    folder = tmp_path / "folder.npy"
     folder.mkdir()
-    with pytest.raises(OSError, match="folder"):
-        read_trace(str(folder))
+    for part in ("steps-000000000.safetensors", ".pt", "meta_info.json"):
+        assert part in refusal(folder).problem
 
 
 # Counts of one GPU only
@@ -656,7 +665,7 @@ def test_pt_files_of_sglang(tmp_path: Path, dtype: str) -> None:
         torch.save({"rank": 0, "logical_count": counts, "window": None}, path)
         trace = read_load(path)
         assert trace.tokens.shape == (tokens.shape if counts.ndim == 3 else (1, 3, 4))
-        assert trace.tokens.reshape(-1).tolist() == list(range(counts.numel()))
+        assert loaded(trace).reshape(-1).tolist() == list(range(counts.numel()))
         assert trace.tokens.dtype == (np.int64 if dtype == "float32" else dtype)
 
 

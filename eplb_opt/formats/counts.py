@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_opt.errors import FormatError
+from eplb_opt.step_array import StepArray
 
 __all__ = ["checked_counts", "checked_rows", "stack_rows", "step_slices"]
 
@@ -21,19 +23,19 @@ _FIRST_INEXACT_FLOAT = 2**53  # from here on float64 has no odd numbers: a count
 _VALUES_AT_A_TIME = 2**19  # a few MiB: larger parts leave the cache and halve the speed
 
 
-def step_slices(tokens: npt.NDArray[Any]) -> Iterator[slice]:
+def step_slices(tokens: npt.NDArray[Any] | StepArray) -> Iterator[slice]:
     """Cut the first axis of ``tokens`` into parts that take a few MiB each.
 
     Parameters
     ----------
-    tokens : array, [steps, layers, experts]
+    tokens : array, [steps, ...]
 
     Yields
     ------
     slice
         Consecutive steps, at least one.
     """
-    steps = max(1, _VALUES_AT_A_TIME // max(1, tokens[0].size)) if len(tokens) else 1
+    steps = max(1, _VALUES_AT_A_TIME // max(1, math.prod(tokens.shape[1:])))
     for first in range(0, len(tokens), steps):
         yield slice(first, first + steps)
 

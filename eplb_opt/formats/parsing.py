@@ -1,16 +1,17 @@
-"""What the readers share: parsers' own errors made `FormatError`, and finding names in a file."""
+"""What the readers share: parsers' own errors made `FormatError`, finding names, safetensors."""
 
 from __future__ import annotations
 
 import errno
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from eplb_opt.errors import EplbError, FormatError
+from eplb_opt.errors import EplbError, FormatError, SolverUnavailableError
 
-__all__ = ["parsing", "the_one", "top_level_keys"]
+__all__ = ["import_safetensors", "parsing", "the_one", "top_level_keys"]
 
 
 @contextmanager
@@ -90,6 +91,21 @@ def top_level_keys(events: Iterator[tuple[str, Any]]) -> Iterator[str]:
             depth -= 1
         elif event == "map_key" and depth == 1:
             yield value
+
+
+def import_safetensors(doing: str, module: str = "safetensors") -> Any:
+    """Return a module of the safetensors package.
+
+    Raises
+    ------
+    SolverUnavailableError
+        When it is not installed: the message says what needs it, and the extra that has it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        problem = f"{doing} needs safetensors: pip install 'eplb-opt[files]'"
+        raise SolverUnavailableError(problem) from error
 
 
 def _format_error(path: Path, place: str, error: Exception) -> FormatError:

@@ -30,6 +30,7 @@ from eplb_opt.placement import EMPTY, Placement
 
 __all__ = [
     "NUMBERED",
+    "PLACEMENT_SUFFIXES",
     "PlacementFormat",
     "format_to_write",
     "holds_placement",
@@ -505,6 +506,9 @@ _WRITTEN: dict[str, tuple[_Format, ...]] = {
     ".yaml": (_Format.TRTLLM,),
     ".yml": (_Format.TRTLLM,),
 }
+
+PLACEMENT_SUFFIXES = tuple(_WRITTEN)
+"""The suffixes that placements are written with."""
 
 
 def _layer_numbers(

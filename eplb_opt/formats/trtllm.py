@@ -21,16 +21,19 @@ import numpy.typing as npt
 
 from eplb_opt.errors import FormatError, SolverUnavailableError
 from eplb_opt.formats.counts import checked_rows
-from eplb_opt.formats.parsing import parsing, the_one
+from eplb_opt.formats.parsing import import_safetensors, parsing, the_one
 from eplb_opt.formats.slots import Ends, Table, flat_table
 from eplb_opt.formats.values import expert_ids, value_of, without_repeats
+from eplb_opt.load_trace import LoadTrace
 
-__all__ = ["ASSIGNMENTS", "read_config", "read_statistics", "yaml_bytes"]
+__all__ = ["ASSIGNMENTS", "META", "read_config", "read_statistics", "yaml_bytes"]
 
 ASSIGNMENTS = "initial_global_assignments"
 _SLOTS = "num_slots"
 _UPDATES = "layer_updates_per_iter"
-_META = "meta_info.json"
+_LARGEST = 2**63 - 1
+META = "meta_info.json"
+_EXPERTS, _TOP_K = "num_experts", "num_experts_per_token"
 _RANK = re.compile(r"rank(0|[1-9][0-9]*)\.safetensors")  # not rank0_raw.safetensors
 _KEY = re.compile(r"(0|[1-9][0-9]{0,17})_(0|[1-9][0-9]{0,17})")
 
@@ -101,20 +104,20 @@ def yaml_bytes(maps: npt.NDArray[np.integer], layer_ids: Sequence[int]) -> bytes
     return ("\n".join(lines) + "\n").encode()
 
 
-def read_statistics(folder: Path) -> npt.NDArray[np.int64]:
-    """Sum the expert statistics of all ranks.
+def read_statistics(folder: Path) -> LoadTrace:
+    """Sum the expert statistics of all ranks, one rank in memory at a time.
 
     Parameters
     ----------
     folder
-        ``meta_info.json`` with ``num_experts``, and from 0 on a ``rank{r}.safetensors`` per rank,
-        with counts [experts] under ``{iteration}_{layer}``. An iteration and layer that one rank
-        lacks may come from another. Other files are not read.
+        ``meta_info.json`` with ``num_experts``, perhaps ``num_experts_per_token``, and from 0 on a
+        ``rank{r}.safetensors`` per rank, with counts [experts] under ``{iteration}_{layer}``. An
+        iteration and layer that one rank lacks may come from another. Other files are not read.
 
     Returns
     -------
-    int64 array, [iterations, layers, experts]
-        In the order of their numbers.
+    LoadTrace
+        Iterations and layers in the order of their numbers.
 
     Raises
     ------
@@ -123,14 +126,13 @@ def read_statistics(folder: Path) -> npt.NDArray[np.int64]:
     SolverUnavailableError
         When safetensors is not installed.
     """
-    meta = folder / _META
+    meta = folder / META
     with meta.open("rb") as file, parsing(meta):
         content = json.load(file, object_pairs_hook=without_repeats)
-    experts = value_of(meta, "", content, "num_experts", int)
-    if experts < 1:
-        raise FormatError(meta, "num_experts", f"{experts}; expected at least 1")
-    ranks = [_read_rank(path, experts) for path in _rank_files(folder)]
-    keys = set().union(*(keys for keys, _ in ranks))
+    experts = _size(meta, content, _EXPERTS)
+    top_k = _size(meta, content, _TOP_K) if _TOP_K in content else None
+    paths = _rank_files(folder)
+    keys = {key for path in paths for key in _keys(path)}
     if not keys:
         raise FormatError(folder, "", "no counts in any rank's file")
     iterations = sorted({iteration for iteration, _ in keys})
@@ -138,18 +140,15 @@ def read_statistics(folder: Path) -> npt.NDArray[np.int64]:
     _require_all(folder, keys, iterations, layers)
     rows = {key: at for at, key in enumerate((i, n) for i in iterations for n in layers)}
     total = np.zeros((len(rows), experts), dtype=np.int64)
-    rounded = np.zeros(total.shape)
-    for keys_of_rank, counts in ranks:
+    for path in paths:
+        keys_of_rank, counts = _read_rank(path, experts)
         at = [rows[key] for key in keys_of_rank]
+        for index, expert in np.argwhere(counts > _LARGEST - total[at])[:1].tolist():
+            place = f"{_spelled(keys_of_rank[index])}[{expert}]"
+            raise FormatError(folder, place, "the sum over ranks exceeds 2^63-1")
         total[at] += counts
-        rounded[at] += counts
-    # int64 wraps in silence: to a negative number first, and by 2^64 or more after that.
-    wrapped = (total < 0) | (rounded >= 1.5 * 2**63)
-    if wrapped.any():
-        row, expert = np.argwhere(wrapped)[0].tolist()
-        place = f"{_spelled(list(rows)[row])}[{expert}]"
-        raise FormatError(folder, place, "the sum over ranks exceeds 2^63-1")
-    return total.reshape(len(iterations), len(layers), experts)
+    tokens = total.reshape(len(iterations), len(layers), experts)
+    return LoadTrace(tokens, top_k=top_k, layer_ids=tuple(layers))
 
 
 def _load_yaml(path: Path) -> Any:
@@ -176,6 +175,13 @@ def _load_yaml(path: Path) -> Any:
         return yaml.load(file, Loader=Loader)
 
 
+def _size(meta: Path, content: Any, key: str) -> int:
+    size = value_of(meta, "", content, key, int)
+    if size < 1:
+        raise FormatError(meta, key, f"{size}; expected at least 1")
+    return size
+
+
 def _rank_files(folder: Path) -> list[Path]:
     """Return the ranks' files in order of rank."""
     found = {
@@ -187,28 +193,34 @@ def _rank_files(folder: Path) -> list[Path]:
     return [found[rank] for rank in sorted(found)]
 
 
-def _read_rank(path: Path, experts: int) -> tuple[list[_Key], npt.NDArray[np.integer]]:
-    """Return one rank's keys, and its counts [keys, experts]."""
-    try:
-        safetensors = importlib.import_module("safetensors.numpy")
-    except ImportError as error:
-        problem = f"reading {path} needs safetensors: pip install 'eplb-opt[files]'"
-        raise SolverUnavailableError(problem) from error
-    content = path.read_bytes()
-    with parsing(path):
-        tensors = dict(sorted(safetensors.load(content).items()))  # the library's order varies
+def _keys(path: Path) -> list[_Key]:
+    """Return the keys of one rank's file, from its header."""
+    safetensors = import_safetensors(f"reading {path}")
+    with path.open("rb"), parsing(path), safetensors.safe_open(path, framework="numpy") as file:
+        names = sorted(file.keys())  # the library's order varies
     keys = []
-    for name, row in tensors.items():
+    for name in names:
         match = _KEY.fullmatch(name)
         if match is None:
             raise FormatError(path, name, "expected a key {iteration}_{layer}, such as 12_3")
-        if row.shape != (experts,):
-            problem = f"shape {list(row.shape)}; {_META} says {experts} experts"
-            raise FormatError(path, name, problem)
         keys.append((int(match[1]), int(match[2])))
+    return keys
+
+
+def _read_rank(path: Path, experts: int) -> tuple[list[_Key], npt.NDArray[np.integer]]:
+    """Return one rank's keys, and its counts [keys, experts]."""
+    keys = _keys(path)
     if not keys:
         return [], np.empty((0, experts), dtype=np.int64)
-    return keys, checked_rows(path, list(tensors), list(tensors.values()))
+    content = path.read_bytes()
+    with parsing(path):
+        tensors = import_safetensors(f"reading {path}", "safetensors.numpy").load(content)
+    names = list(map(_spelled, keys))
+    for name in names:
+        if tensors[name].shape != (experts,):
+            problem = f"shape {list(tensors[name].shape)}; {META} says {experts} experts"
+            raise FormatError(path, name, problem)
+    return keys, checked_rows(path, names, [tensors[name] for name in names])
 
 
 def _spelled(key: _Key) -> str:
