@@ -75,7 +75,7 @@ def read_loads() -> Iterator[tuple[str, NDArray[np.float64]]]:
     for file in files:
         trace = eo.read_trace(file)
         assert isinstance(trace, eo.LoadTrace)
-        load = np.asarray(trace.tokens.sum(axis=0), dtype=np.float64)
+        load = np.asarray(trace.tokens).sum(axis=0).astype(np.float64)
         load = load[load.any(axis=-1)]
         yield file.stem, load / load.sum(axis=-1, keepdims=True) * 1e6
     if not files:

@@ -246,7 +246,7 @@ def real(shared_data: Path, name: str) -> NDArray[np.float64]:
     """Return a file's loads, MoE layers only."""
     trace = read_trace(shared_data / "sglang_deepseek_v3" / name)
     assert isinstance(trace, LoadTrace)
-    load = np.asarray(trace.tokens.sum(axis=0), dtype=np.float64)
+    load = np.asarray(trace.tokens).sum(axis=0).astype(np.float64)
     return load[load.any(axis=-1)]
 
 
