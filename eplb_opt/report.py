@@ -17,7 +17,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from eplb_opt.comparison import ComparedPlan, PlacementComparison
 from eplb_opt.gap import GapRow, GapStudy
+from eplb_opt.measure import Measure, Split
 from eplb_opt.objective import OBJECTIVES
 from eplb_opt.placement import EMPTY, Placement
 from eplb_opt.placers import placement_methods
@@ -30,6 +32,7 @@ from eplb_opt.workload import MODEL_SHAPES
 
 __all__ = [
     "many",
+    "print_comparison",
     "print_placement",
     "print_presets",
     "print_regimes",
@@ -277,7 +280,7 @@ def print_routing(routing: Routing, method: str) -> None:
         ),
         ("balance", f"{summary.balance:.3f} (mean GPU over the largest)"),
         ("makespan", f"{summary.makespan:.2f} (sum over layers)"),
-        ("bound", f"{summary.bound:.2f}{_provers(routing)}"),
+        ("bound", f"{summary.bound:.2f}{_provers(routing.proved_by)}"),
         ("gap", f"{100 * summary.gap:.2f} %{_beyond_idle(routing)}"),
         ("status", f"{proven} of {problems} problems proven optimal"),
     ]
@@ -288,9 +291,9 @@ def print_routing(routing: Routing, method: str) -> None:
         _console().print(_layer_table(routing))
 
 
-def _provers(routing: Routing) -> str:
+def _provers(proved_by: NDArray[np.int8]) -> str:
     """Say who proved the bounds, and of how many problems each."""
-    proofs, problems = np.unique(routing.proved_by, return_counts=True)
+    proofs, problems = np.unique(proved_by, return_counts=True)
     by = [
         (Proof(proof).name.lower().replace("_", "-"), times)
         for proof, times in zip(proofs, problems, strict=True)
@@ -312,7 +315,7 @@ def _beyond_idle(routing: Routing) -> str:
     return f", {100 * gap:.2f} % beyond the {idle:g} that a GPU takes without tokens"
 
 
-def _layer_table(routing: Routing, most: int = 12, fullest: int = 5) -> Table:
+def _layer_table(routing: Routing) -> Table:
     """Return a row per layer, means over batches: of at most so many layers, or of the fullest.
 
     Unsolved problems count for what is proven, and for nothing else.
@@ -333,15 +336,134 @@ def _layer_table(routing: Routing, most: int = 12, fullest: int = 5) -> Table:
         }
     proven = (routing.status == Status.OPTIMAL).reshape(-1, layers)
     means["proven %"] = 100 * proven.mean(axis=0)
-    shown, title = np.arange(layers), "By layer"
-    if layers > most:
-        shown = np.argsort(-means["makespan"], kind="stable")[:fullest]
-        title = f"The fullest {fullest} of {layers} layers"
+    shown, title = _shown(means["makespan"], "fullest")
     table = _table(title, "layer", *means, left=0)
     for layer in shown:
         cells = (_texts([mean[layer]], decimals=2)[0] for mean in means.values())
         table.add_row(str(layer), *cells)
     return table
+
+
+def print_comparison(comparison: PlacementComparison) -> None:
+    """Print a row per method and one for the placement before; for one method its layers too."""
+    console = _console()
+    rows = comparison.rows
+    plan = rows[0].plan
+    console.print(Text(comparison.loads, style="bold"), soft_wrap=True)
+    console.print(_shape_of(plan.placement))
+    columns = [*_balance_columns(comparison, console.width >= 100), *_move_columns(rows)]
+    table = _table("", "placement", *(header for header, _ in columns))
+    table.columns[0].min_width = min(max(len(row.method) for row in rows), 24)
+    for column in table.columns:
+        column.vertical = "bottom"
+    names = (f"before: {comparison.started_from}", *(row.method for row in rows))
+    for name, *cells in zip(names, *(cells for _, cells in columns), strict=True):
+        table.add_row(Text(name), *cells)
+    console.print(table)
+    if len(rows) == 1:
+        console.print()
+        console.print(_plan_layers(comparison, rows[0]))
+    console.print(
+        "\n[dim]PAR: peak over average, the largest GPU load over the mean, by layer\n"
+        f"gap: makespan / bound - 1; {_said_of(plan.measure)}[/dim]"
+    )
+    for row in rows:
+        proven = "bounds " + _provers(row.plan.proved_by).strip(" ()")
+        said = [proven, row.plan.note, *_said_of_moves(row)]
+        line = f"{row.method}: {'; '.join(filter(None, said))}"
+        console.print(Text(line, style="dim"), soft_wrap=True)
+
+
+def _balance_columns(comparison: PlacementComparison, wide: bool) -> list[tuple[str, list[str]]]:
+    """Return headers and cells, of the placement before and then of every row."""
+    rows = comparison.rows
+    measured = [comparison.before, *(row.plan.metrics for row in rows)]
+    gaps = [100 * row.plan.gap for row in rows]
+    columns = [
+        ("PAR\nmean", [f"{m.par_mean:.3f}" for m in measured]),
+        ("worst", [f"{m.par_max:.3f}" for m in measured]),
+        ("gap %\nmean", ["", *(f"{gap.mean():.2f}" for gap in gaps)]),
+        ("worst", ["", *(f"{gap.max():.2f}" for gap in gaps)]),
+        ("proven", ["", *(f"{row.proven}/{row.plan.makespan.size}" for row in rows)]),
+    ]
+    if wide:
+        columns += [
+            ("balance\nSGLang", [f"{m.balancedness_sglang:.3f}" for m in measured]),
+            ("vLLM", [f"{m.balancedness_vllm:.3f}" for m in measured]),
+            ("ms", ["", *_texts([1e3 * row.seconds for row in rows])]),
+        ]
+    return [*columns, ("dupli-\ncates", [str(m.duplicates.sum()) for m in measured])]
+
+
+def _move_columns(rows: Sequence[ComparedPlan]) -> list[tuple[str, list[str]]]:
+    """Return headers and cells of what moving costs, as far as it is known; none before."""
+    columns = []
+    moves = [row.plan.moves for row in rows if row.plan.moves is not None]
+    transfers = [row.transfer for row in rows if row.transfer is not None]
+    steps = [row.break_even_steps for row in rows if row.break_even_steps is not None]
+    if moves:
+        columns.append(("moves", ["", *(str(count.sum()) for count in moves)]))
+    if transfers:
+        columns.append(("rounds", ["", *(str(t.rounds.sum()) for t in transfers)]))
+        columns.append(("move\nms", ["", *_texts([1e3 * t.seconds for t in transfers])]))
+    if steps:
+        said = (f"{step:.0f}" if isfinite(step) else "never" for step in steps)
+        columns.append(("break-even\nsteps", ["", *said]))
+    return columns
+
+
+def _said_of(measure: Measure) -> str:
+    """Say what the makespan is of."""
+    copies = "take the same share" if measure.split is Split.EQUAL else "share as is best"
+    over = measure.over_windows
+    windows = f"{over:g} quantile" if isinstance(over, float) else over
+    return f"copies of an expert {copies}; {windows} of windows"
+
+
+def _said_of_moves(row: ComparedPlan) -> list[str]:
+    """Say what a transfer sends, needs and cannot get below, and what a step saves."""
+    moved, saved = row.transfer, row.saved
+    said = []
+    if moved is not None:
+        said += [
+            f"{moved.bytes_inside / 1e9:.1f} GB move inside nodes and "
+            f"{moved.bytes_between / 1e9:.1f} GB between, in {1e3 * moved.bound:.1f} ms at least",
+            f"{many(moved.buffers, 'buffer')} of {moved.expert_bytes / 1e6:.1f} MB per GPU",
+        ]
+    if saved is not None:
+        said.append(f"a step takes {abs(saved):.1f} µs {'less' if saved >= 0 else 'more'}")
+    return said
+
+
+def _plan_layers(comparison: PlacementComparison, row: ComparedPlan) -> Table:
+    """Return a row per layer: of at most twelve layers, or of the five with the largest PAR."""
+    plan = row.plan
+    means = {
+        "PAR before": [f"{par:.3f}" for par in comparison.before.par],
+        "PAR": [f"{par:.3f}" for par in plan.metrics.par],
+        "makespan": _texts(plan.makespan.tolist()),
+        "bound": _texts(plan.bound.tolist()),
+        "gap %": _texts((100 * plan.gap).tolist(), decimals=2),
+        "copies": [str(copies) for copies in plan.metrics.copies.max(axis=-1)],
+        "duplicates": [str(count) for count in plan.metrics.duplicates],
+    }
+    if plan.moves is not None:
+        means["moves"] = [str(count) for count in plan.moves]
+    shown, title = _shown(plan.metrics.par, "least balanced")
+    table = _table(title, "layer", *means, left=0)
+    for at in shown:
+        table.add_row(str(comparison.layers[at]), *(cells[at] for cells in means.values()))
+    return table
+
+
+def _shown(
+    size: NDArray[np.float64], called: str, most: int = 12, largest: int = 5
+) -> tuple[NDArray[np.intp], str]:
+    """Return which layers a table shows, and its title: at most so many, or the largest."""
+    if len(size) <= most:
+        return np.arange(len(size)), "By layer"
+    shown = np.argsort(-size, kind="stable")[:largest]
+    return shown, f"The {called} {largest} of {len(size)} layers"
 
 
 def _print_facts(title: str, facts: Sequence[tuple[str, str]]) -> None:

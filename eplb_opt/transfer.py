@@ -425,10 +425,10 @@ class _Held:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Moves:
-    """Who must receive what, by layer and receiver, and who has it; all int32 but `leaves`.
+    """Who must receive what, by layer and receiver, and who has it; all int32.
 
     The holders of a weight (layer * experts + expert) are `holders` from `first` of it to the next,
-    each with its slot, which `leaves` tells (uint8) if other weights may fill.
+    each with its slot, and 1 in `leaves` if other weights may take it.
     """
 
     layer: NDArray[np.int32]
@@ -438,7 +438,7 @@ class _Moves:
     first: NDArray[np.int32]
     holders: NDArray[np.int32]
     slots: NDArray[np.int32]
-    leaves: NDArray[np.uint8]
+    leaves: NDArray[np.int32]
 
     @classmethod
     def between(cls, old: _Held, new: _Held) -> _Moves:
@@ -469,9 +469,9 @@ class _Moves:
             first,
             (gpu % gpus)[order],
             (old.slot[lowest] % old.placement.slots_per_gpu)[order],
+            (new.count(old.key[lowest]) == 0)[order],
         )
-        leaves = new.count(old.key[lowest]) == 0
-        return cls(*(column.astype(np.int32) for column in columns), leaves[order].astype(np.uint8))
+        return cls(*(column.astype(np.int32) for column in columns))
 
 
 def _settle(

@@ -526,9 +526,9 @@ void make_distinct(Loads load, std::int32_t nodes, Slots slots) {
 }
 
 // Senders and rounds of moves: `batch` says where each batch begins, `rounds` gets how many each takes.
-void plan_transfer(Ids batch, Ids receiver, Ids weight, Ids first, Ids holders, Array<const std::uint8_t> leaves,
-                   std::int32_t gpus, std::int32_t gpus_per_node, Array<std::int32_t> holder,
-                   Array<std::int32_t> round, Array<std::int32_t> rounds) {
+void plan_transfer(Ids batch, Ids receiver, Ids weight, Ids first, Ids holders, Ids leaves, std::int32_t gpus,
+                   std::int32_t gpus_per_node, Array<std::int32_t> holder, Array<std::int32_t> round,
+                   Array<std::int32_t> rounds) {
     const auto of = [](const Ids& ids) { return std::span<const std::int32_t>(ids.data(), ids.size()); };
     const auto below = [](std::span<const std::int32_t> ids, std::size_t end) {
         return std::all_of(ids.begin(), ids.end(),
@@ -550,10 +550,9 @@ void plan_transfer(Ids batch, Ids receiver, Ids weight, Ids first, Ids holders, 
     Transfer transfer;
     for (std::size_t b = 0; b < rounds.size(); ++b) {
         const std::size_t begin = batch.data()[b], size = batch.data()[b + 1] - begin;
-        rounds.data()[b] =
-            transfer.plan({of(receiver).subspan(begin, size), of(weight).subspan(begin, size), of(first),
-                           of(holders), std::span(leaves.data(), leaves.size()), gpus, gpus_per_node},
-                          holder.data() + begin, round.data() + begin);
+        rounds.data()[b] = transfer.plan({of(receiver).subspan(begin, size), of(weight).subspan(begin, size),
+                                          of(first), of(holders), of(leaves), gpus, gpus_per_node},
+                                         holder.data() + begin, round.data() + begin);
     }
 }
 

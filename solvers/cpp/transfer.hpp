@@ -34,7 +34,7 @@ class Transfer {
         std::span<const std::int32_t> receiver, weight;
         std::span<const std::int32_t> first;    // by weight, into:
         std::span<const std::int32_t> holders;  // GPUs, ascending
-        std::span<const std::uint8_t> leaves;   // by holder: whether its slot is to be filled anew
+        std::span<const std::int32_t> leaves;   // by holder: 1 if its slot is to be filled anew
         std::int32_t gpus, gpus_per_node;
 
         std::int32_t size() const { return static_cast<std::int32_t>(receiver.size()); }
