@@ -351,15 +351,12 @@ def print_comparison(comparison: PlacementComparison) -> None:
     plan = rows[0].plan
     console.print(Text(comparison.loads, style="bold"), soft_wrap=True)
     console.print(_shape_of(plan.placement))
-    columns = [*_balance_columns(comparison, console.width >= 100), *_move_columns(rows)]
-    table = _table("", "placement", *(header for header, _ in columns))
-    table.columns[0].min_width = min(max(len(row.method) for row in rows), 24)
-    for column in table.columns:
-        column.vertical = "bottom"
-    names = (f"before: {comparison.started_from}", *(row.method for row in rows))
-    for name, *cells in zip(names, *(cells for _, cells in columns), strict=True):
-        table.add_row(Text(name), *cells)
-    console.print(table)
+    before, methods = f"before: {comparison.started_from}", [row.method for row in rows]
+    console.print(_by_placement("", [before, *methods], _balance_columns(comparison)))
+    if plan.moves is not None:
+        title = f"Moves from {comparison.started_from}"
+        console.print()
+        console.print(_by_placement(title, methods, _move_columns(rows)))
     if len(rows) == 1:
         console.print()
         console.print(_plan_layers(comparison, rows[0]))
@@ -369,46 +366,59 @@ def print_comparison(comparison: PlacementComparison) -> None:
     )
     for row in rows:
         proven = "bounds " + _provers(row.plan.proved_by).strip(" ()")
-        said = [proven, row.plan.note, *_said_of_moves(row)]
-        line = f"{row.method}: {'; '.join(filter(None, said))}"
+        line = "; ".join(filter(None, (f"{row.method}: {proven}", row.plan.note)))
         console.print(Text(line, style="dim"), soft_wrap=True)
 
 
-def _balance_columns(comparison: PlacementComparison, wide: bool) -> list[tuple[str, list[str]]]:
+def _by_placement(
+    title: str, placements: Sequence[str], columns: Sequence[tuple[str, list[str]]]
+) -> Table:
+    """Return a table with a row per placement, from headers and cells."""
+    table = _table(title, "placement", *(header for header, _ in columns))
+    table.columns[0].min_width = min(max(map(len, placements)), 14)
+    for column in table.columns:
+        column.vertical = "bottom"
+    for name, *cells in zip(placements, *(cells for _, cells in columns), strict=True):
+        table.add_row(Text(name), *cells)
+    return table
+
+
+def _balance_columns(comparison: PlacementComparison) -> list[tuple[str, list[str]]]:
     """Return headers and cells, of the placement before and then of every row."""
     rows = comparison.rows
     measured = [comparison.before, *(row.plan.metrics for row in rows)]
     gaps = [100 * row.plan.gap for row in rows]
-    columns = [
+    return [
         ("PAR\nmean", [f"{m.par_mean:.3f}" for m in measured]),
         ("worst", [f"{m.par_max:.3f}" for m in measured]),
         ("gap %\nmean", ["", *(f"{gap.mean():.2f}" for gap in gaps)]),
         ("worst", ["", *(f"{gap.max():.2f}" for gap in gaps)]),
         ("proven", ["", *(f"{row.proven}/{row.plan.makespan.size}" for row in rows)]),
+        ("balance\nSGLang", [f"{m.balancedness_sglang:.3f}" for m in measured]),
+        ("vLLM", [f"{m.balancedness_vllm:.3f}" for m in measured]),
+        ("dupli-\ncates", [str(m.duplicates.sum()) for m in measured]),
+        ("ms", ["", *_texts([1e3 * row.seconds for row in rows])]),
     ]
-    if wide:
-        columns += [
-            ("balance\nSGLang", [f"{m.balancedness_sglang:.3f}" for m in measured]),
-            ("vLLM", [f"{m.balancedness_vllm:.3f}" for m in measured]),
-            ("ms", ["", *_texts([1e3 * row.seconds for row in rows])]),
-        ]
-    return [*columns, ("dupli-\ncates", [str(m.duplicates.sum()) for m in measured])]
 
 
 def _move_columns(rows: Sequence[ComparedPlan]) -> list[tuple[str, list[str]]]:
-    """Return headers and cells of what moving costs, as far as it is known; none before."""
-    columns = []
-    moves = [row.plan.moves for row in rows if row.plan.moves is not None]
-    transfers = [row.transfer for row in rows if row.transfer is not None]
+    """Return headers and cells of what moving costs, as far as it is known."""
+    columns = [("moves", [str(row.plan.moves.sum()) for row in rows if row.plan.moves is not None])]
+    moved = [row.transfer for row in rows if row.transfer is not None]
+    saved = [row.saved for row in rows if row.saved is not None]
     steps = [row.break_even_steps for row in rows if row.break_even_steps is not None]
-    if moves:
-        columns.append(("moves", ["", *(str(count.sum()) for count in moves)]))
-    if transfers:
-        columns.append(("rounds", ["", *(str(t.rounds.sum()) for t in transfers)]))
-        columns.append(("move\nms", ["", *_texts([1e3 * t.seconds for t in transfers])]))
-    if steps:
-        said = (f"{step:.0f}" if isfinite(step) else "never" for step in steps)
-        columns.append(("break-even\nsteps", ["", *said]))
+    if moved:
+        columns += [
+            ("rounds", [str(transfer.rounds.sum()) for transfer in moved]),
+            ("GB in\nnodes", [f"{transfer.bytes_inside / 1e9:.1f}" for transfer in moved]),
+            ("between", [f"{transfer.bytes_between / 1e9:.1f}" for transfer in moved]),
+            ("buffers\nGB/GPU", [f"{transfer.buffer_bytes / 1e9:.2f}" for transfer in moved]),
+            ("ms", _texts([1e3 * transfer.seconds for transfer in moved])),
+            ("at\nleast", _texts([1e3 * transfer.bound for transfer in moved])),
+        ]
+    if saved:
+        repaid = [f"{step:.0f}" if isfinite(step) else "never" for step in steps]
+        columns += [("saves\nµs/step", _texts(saved)), ("repaid in\nsteps", repaid)]
     return columns
 
 
@@ -418,21 +428,6 @@ def _said_of(measure: Measure) -> str:
     over = measure.over_windows
     windows = f"{over:g} quantile" if isinstance(over, float) else over
     return f"copies of an expert {copies}; {windows} of windows"
-
-
-def _said_of_moves(row: ComparedPlan) -> list[str]:
-    """Say what a transfer sends, needs and cannot get below, and what a step saves."""
-    moved, saved = row.transfer, row.saved
-    said = []
-    if moved is not None:
-        said += [
-            f"{moved.bytes_inside / 1e9:.1f} GB move inside nodes and "
-            f"{moved.bytes_between / 1e9:.1f} GB between, in {1e3 * moved.bound:.1f} ms at least",
-            f"{many(moved.buffers, 'buffer')} of {moved.expert_bytes / 1e6:.1f} MB per GPU",
-        ]
-    if saved is not None:
-        said.append(f"a step takes {abs(saved):.1f} µs {'less' if saved >= 0 else 'more'}")
-    return said
 
 
 def _plan_layers(comparison: PlacementComparison, row: ComparedPlan) -> Table:

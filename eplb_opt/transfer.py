@@ -88,9 +88,9 @@ class TransferPlan:
         Int64 ``[batches]``: rounds of each batch of layers; no plan in which only the GPUs send
         that have an expert in `previous` does with fewer.
     buffers
-        How many experts' weights a GPU must have room for beside its slots; times `expert_bytes`,
-        memory. An engine that serves the old placement until a batch has arrived needs room for all
-        that a GPU receives in it, at most `rounds`.
+        How many experts' weights a GPU must have room for beside its slots. An engine that serves
+        the old placement until a batch has arrived needs room for all that a GPU receives in it, at
+        most `rounds`.
     bound
         Seconds that no such plan gets below; see `plan_transfer`.
     expert_bytes
@@ -145,6 +145,11 @@ class TransferPlan:
     def bytes_between(self) -> int:
         """Bytes sent between nodes, over all layers."""
         return int(self.between.sum()) * self.expert_bytes
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory of a GPU's buffers."""
+        return self.buffers * self.expert_bytes
 
     @property
     def seconds(self) -> float:
