@@ -745,6 +745,8 @@ def place(
     if model is not None and previous is None:
         raise typer.BadParameter("--model is for moves: give --previous")
     written = None if out is None else format_to_write(out, to)
+    fabric, over = _links(links, gpus, nodes), _over_windows(over_windows)
+
     load, layers = _windows(loads, draft_layers, windows)
     mean = load.mean(axis=0)
     served = None
@@ -761,13 +763,10 @@ def place(
     per_gpu = _slots_per_gpu(mean.shape[1], gpus, redundant, slots, served)
     moving = None
     if served is not None and model is not None:
-        moving = _Moving(
-            served,
-            expert_bytes(model_shape(model), bytes_per_weight),
-            _links(links, gpus, nodes),
-            layers_at_once,
-            _batches_to_time(mean, tokens_per_batch, top_k, objective),
-        )
+        size = expert_bytes(model_shape(model), bytes_per_weight)
+        batches = _batches_to_time(mean, tokens_per_batch, top_k, objective)
+        moving = _Moving(served, size, fabric, layers_at_once, batches)
+
     rows = []
     with _progress(quiet, "placing") as progress:
         for name in methods:
@@ -787,7 +786,7 @@ def place(
                 method=name,
                 distinct=distinct,
                 split=split,
-                over_windows=_over_windows(over_windows),
+                over_windows=over,
                 top_k=top_k,
                 stop=None if time_limit is None else TimeLimit(time_limit),
                 threads=threads or _cores(),
@@ -797,12 +796,13 @@ def place(
             rows.append(row if moving is None else moving.added_to(row))
             if progress is not None:
                 progress(len(rows), len(methods))
+
     comparison = PlacementComparison(
         str(loads),
         layers,
         mean,
         "experts in turn" if previous is None else previous.name,
-        rows[0].plan.before or _first_metrics(mean, gpus, per_gpu),
+        rows[0].plan.before or _first_metrics(mean, rows[0].plan.placement),
         tuple(rows),
     )
     if not quiet and json != "-":
@@ -1081,8 +1081,8 @@ def _windows(
         raise InvalidTokensError(f"{path}: {count} windows of {steps} steps or tokens")
     if isinstance(trace, LoadTrace):
         starts = np.arange(count) * steps // count
-        sums = np.add.reduceat(trace.tokens[:, layers], starts, axis=0, dtype=np.float64)
-        return sums, layers
+        counts = trace.select_layers(layers).tokens
+        return np.add.reduceat(counts, starts, axis=0, dtype=np.float64), layers
     cut = trace.batches(steps // count, steps=count)[:, layers]
     return count_tokens(cut, trace.num_experts).astype(np.float64), layers
 
@@ -1093,13 +1093,13 @@ def _slots_per_gpu(
     """Return the slots that the options ask for, or that the placement before has."""
     if redundant is not None and slots is not None:
         raise typer.BadParameter("give one of --redundant and --slots")
-    if slots is not None:
-        return slots
     if redundant is not None:
         return slots_for(experts + redundant, gpus)
-    if served is None:
-        raise typer.BadParameter("give --redundant or --slots")
-    return served.slots_per_gpu
+    if slots is not None:
+        return slots
+    if served is not None:
+        return served.slots_per_gpu
+    raise typer.BadParameter("give --redundant or --slots")
 
 
 def _with_layer_axis(placement: Placement) -> Placement:
@@ -1107,9 +1107,9 @@ def _with_layer_axis(placement: Placement) -> Placement:
 
 
 def _over_windows(text: str) -> str | float:
-    return (
-        text if text in ("mean", "worst") else _numbers("--over-windows", text, float, least=0)[0]
-    )
+    if text in ("mean", "worst"):
+        return text
+    return _numbers("--over-windows", text, float, least=0)[0]
 
 
 def _links(text: str, gpus: int, nodes: int) -> Links:
@@ -1164,10 +1164,10 @@ class _Moving:
         return replace(row, transfer=transfer, saved=saved)
 
 
-def _first_metrics(load: NDArray[np.float64], gpus: int, per_gpu: int) -> PlacementMetrics:
-    layers, experts = load.shape
-    first = first_placement(layers, gpus, per_gpu, num_experts=experts)
-    return PlacementMetrics.of(Placement(first, experts), load)
+def _first_metrics(load: NDArray[np.float64], placement: Placement) -> PlacementMetrics:
+    """Measure the placement that engines start with, of the same shape."""
+    first = first_placement(*placement.slots.shape, num_experts=placement.num_experts)
+    return PlacementMetrics.of(Placement(first, placement.num_experts), load)
 
 
 def _cores() -> int:

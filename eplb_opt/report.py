@@ -352,11 +352,11 @@ def print_comparison(comparison: PlacementComparison) -> None:
     console.print(Text(comparison.loads, style="bold"), soft_wrap=True)
     console.print(_shape_of(plan.placement))
     before, methods = f"before: {comparison.started_from}", [row.method for row in rows]
-    console.print(_by_placement("", [before, *methods], _balance_columns(comparison)))
+    console.print(_by_placement([before, *methods], _balance_columns(comparison)))
     if plan.moves is not None:
-        title = f"Moves from {comparison.started_from}"
-        console.print()
-        console.print(_by_placement(title, methods, _move_columns(rows)))
+        title = f"\nMoves from {comparison.started_from}"
+        console.print(Text(title, style="bold"), soft_wrap=True)
+        console.print(_by_placement(methods, _move_columns(rows)))
     if len(rows) == 1:
         console.print()
         console.print(_plan_layers(comparison, rows[0]))
@@ -370,11 +370,9 @@ def print_comparison(comparison: PlacementComparison) -> None:
         console.print(Text(line, style="dim"), soft_wrap=True)
 
 
-def _by_placement(
-    title: str, placements: Sequence[str], columns: Sequence[tuple[str, list[str]]]
-) -> Table:
+def _by_placement(placements: Sequence[str], columns: Sequence[tuple[str, list[str]]]) -> Table:
     """Return a table with a row per placement, from headers and cells."""
-    table = _table(title, "placement", *(header for header, _ in columns))
+    table = _table("", "placement", *(header for header, _ in columns))
     table.columns[0].min_width = min(max(map(len, placements)), 14)
     for column in table.columns:
         column.vertical = "bottom"
