@@ -65,7 +65,7 @@ def print_presets() -> None:
         table.add_row(name, traits.objectives, proves, ", ".join(needs), traits.summary)
     console.print(table)
 
-    table = _table("Placement methods", "method", "takes", "proves", left=4)
+    table = _table("Placement methods (--method of place)", "method", "takes", "proves", left=4)
     for name, placer in placement_methods().items():
         proves = "its own" if placer.exact else ""
         table.add_row(name, ", ".join(sorted(placer.takes)), proves, placer.summary)

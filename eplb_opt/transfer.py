@@ -102,7 +102,7 @@ class TransferPlan:
 
     Examples
     --------
-    Two GPUs change places; GPU 0 waits for its slot until the end of the round:
+    Two GPUs exchange an expert each:
 
     >>> plan = plan_transfer(Placement([[0, 1], [2, 3]]), Placement([[0, 2], [1, 3]]), 44_000_000)
     >>> for step in plan.steps():
@@ -133,8 +133,8 @@ class TransferPlan:
     @property
     def between(self) -> NDArray[np.bool_]:
         """Bool ``[moves]``: which moves are between nodes."""
-        node_of = self.links.gpus_per_node
-        return np.asarray(self.sender // node_of != self.receiver // node_of)
+        per_node = self.links.gpus_per_node
+        return np.asarray(self.sender // per_node != self.receiver // per_node)
 
     @property
     def bytes_inside(self) -> int:
@@ -196,10 +196,10 @@ class TransferPlan:
             )
 
     def replay(self) -> Placement:
-        """Return what comes out when the moves are made one round after the other.
+        """Return what comes out when the moves are made, round after round.
 
-        Whatever is in the sender's slot by then is sent; so it is `placement` if no slot is filled
-        anew too early.
+        What is sent is what the sender's slot holds by then; it comes out as `placement`, as no
+        slot is filled anew too early.
         """
         shape = (self.previous.num_layers, self.previous.num_gpus, self.previous.slots_per_gpu)
         slots = self.previous.slots.reshape(shape).copy()
@@ -259,7 +259,7 @@ def plan_transfer(
     Notes
     -----
     With senders given, moves are edges between senders and receivers, and as many rounds as the
-    largest degree are enough (Koenig's theorem on edge colouring). What GPUs receive is given;
+    largest degree are enough (König's theorem on edge colouring). What GPUs receive is given;
     senders are chosen so that the most that a GPU sends is least, or what some GPU receives, with
     the fewest moves between nodes (successive shortest paths). Rounds with moves between nodes are
     kept few, without a proof. Rounds are ordered so that slots become free early.

@@ -10,10 +10,11 @@
 //    reaches hold all that they send between them, and the cap rises to their mean.
 // 2. When. Moves are edges of a bipartite multigraph of senders and receivers, rounds are colours, and as
 //    many as the largest degree do (Koenig): a new edge takes a colour free at both ends, or the colours
-//    of an alternating path are swapped. Moves between nodes come first and so fill the fewest rounds
-//    alone; the others are added by swaps that, if there are any, keep rounds within nodes free of them.
-// Then the rounds are put into an order in which old weights that must leave go early: next comes the round
-// after which the GPU that must hold the most beside its slots holds least.
+//    of an alternating path are swapped. Moves between nodes come first, in the fewest rounds that hold
+//    them; the others are added by swaps that bring none of these into a further round, where there are
+//    such swaps among those tried.
+// Then the rounds are put in order, so that old weights leave early: next comes the one whose receivers have
+// the fewest weights waiting for a slot, then the one that frees most slots, then the lowest.
 // Deterministic. Time O(M) for the first choice, O(G M) per path, O(R + G) per edge, O(R M) for the order, with M
 // moves, G GPUs and R rounds.
 #pragma once
@@ -38,6 +39,8 @@ class Transfer {
         std::int32_t gpus, gpus_per_node;
 
         std::int32_t size() const { return static_cast<std::int32_t>(receiver.size()); }
+        std::int32_t begin(std::int32_t move) const { return first[weight[move]]; }
+        std::int32_t end(std::int32_t move) const { return first[weight[move] + 1]; }
         bool between(std::int32_t move, std::int32_t sender) const {
             return sender / gpus_per_node != receiver[move] / gpus_per_node;
         }
@@ -66,7 +69,7 @@ class Transfer {
         std::int64_t cap = *std::max_element(received.begin(), received.end());
         free_.clear();
         for (std::int32_t m = 0; m < moves_.size(); ++m)
-            if (moves_.first[moves_.weight[m] + 1] - moves_.first[moves_.weight[m]] > 1) free_.push_back(m);
+            if (moves_.end(m) - moves_.begin(m) > 1) free_.push_back(m);
         do {
             start_near();
         } while (!lower_to(cap));
@@ -76,9 +79,8 @@ class Transfer {
     void start_near() {
         sent_.assign(moves_.gpus, 0);
         for (std::int32_t m = 0; m < moves_.size(); ++m) {
-            const std::int32_t begin = moves_.first[moves_.weight[m]], end = moves_.first[moves_.weight[m] + 1];
-            std::int32_t best = begin;
-            for (std::int32_t h = begin + 1; h < end; ++h)
+            std::int32_t best = moves_.begin(m);
+            for (std::int32_t h = best + 1; h < moves_.end(m); ++h)
                 if (rank(m, h) < rank(m, best)) best = h;
             holder_[m] = best;
             ++sent_[moves_.holders[best]];
@@ -126,8 +128,7 @@ class Transfer {
                 const std::int32_t g = sender(m);
                 if (distance_[g] == kFar) continue;
                 const std::int32_t here = distance_[g] - moves_.between(m, g);
-                for (std::int32_t h = moves_.first[moves_.weight[m]]; h < moves_.first[moves_.weight[m] + 1];
-                     ++h) {
+                for (std::int32_t h = moves_.begin(m); h < moves_.end(m); ++h) {
                     const std::int32_t other = moves_.holders[h];
                     if (other == g || here + moves_.between(m, other) >= distance_[other]) continue;
                     distance_[other] = here + moves_.between(m, other);
@@ -144,7 +145,6 @@ class Transfer {
     std::int32_t& at(std::int32_t end, std::int32_t colour) {
         return edge_[static_cast<std::size_t>(end) * rounds_ + colour];
     }
-    std::int32_t sending(std::int32_t move) const { return sender(move); }
     std::int32_t receiving(std::int32_t move) const { return moves_.gpus + moves_.receiver[move]; }
 
     void colour() {
@@ -153,11 +153,11 @@ class Transfer {
         for (std::int32_t m = 0; m < moves_.size(); ++m)
             (moves_.between(m, sender(m)) ? between : within).push_back(m);
         std::int32_t slow = 0;
-        for (const std::int32_t m : between) slow = std::max({slow, ++degree[sending(m)], ++degree[receiving(m)]});
+        for (const std::int32_t m : between) slow = std::max({slow, ++degree[sender(m)], ++degree[receiving(m)]});
         slow_.assign(rounds_, 0);
         std::fill_n(slow_.begin(), slow, 1);
         for (const std::int32_t m : between) {
-            const std::int32_t a = free_at(sending(m), 1), b = free_at(receiving(m), 1);
+            const std::int32_t a = free_at(sender(m), 1), b = free_at(receiving(m), 1);
             swap_path(m, a, b);
             put(m, a);
         }
@@ -174,7 +174,7 @@ class Transfer {
     }
 
     void add_within(std::int32_t move) {
-        const std::int32_t u = sending(move), v = receiving(move);
+        const std::int32_t u = sender(move), v = receiving(move);
         for (std::int32_t c = 0; c < rounds_; ++c)
             if (at(u, c) == kNone && at(v, c) == kNone) return put(move, c);
         for (const char kind : {0, 1}) {
@@ -200,7 +200,7 @@ class Transfer {
     }
 
     void put(std::int32_t move, std::int32_t colour) {
-        at(sending(move), colour) = at(receiving(move), colour) = move;
+        at(sender(move), colour) = at(receiving(move), colour) = move;
     }
 
     // Makes colour a, free where `move` is sent, free where it is received, where b is: the path of edges
@@ -210,7 +210,7 @@ class Transfer {
         walk(receiving(move), a, b, [&](std::int32_t edge) { path_.push_back(edge); });
         for (std::size_t i = 0; i < path_.size(); ++i) {
             const std::int32_t old = i % 2 ? b : a;
-            for (const std::int32_t end : {sending(path_[i]), receiving(path_[i])})
+            for (const std::int32_t end : {sender(path_[i]), receiving(path_[i])})
                 if (at(end, old) == path_[i]) at(end, old) = kNone;
         }
         for (std::size_t i = 0; i < path_.size(); ++i) put(path_[i], i % 2 ? a : b);
@@ -231,7 +231,7 @@ class Transfer {
         for (std::int32_t c = a; a != b && at(end, c) != kNone; c = c == a ? b : a) {
             const std::int32_t edge = at(end, c);
             visit(edge);
-            end = sending(edge) == end ? receiving(edge) : sending(edge);
+            end = sender(edge) == end ? receiving(edge) : sender(edge);
         }
     }
 
