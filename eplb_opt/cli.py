@@ -1,14 +1,15 @@
-"""The command line: ``eplb-opt gap | regime | route | validate | convert | presets``."""
+"""The command line: ``eplb-opt gap | regime | place | route | validate | convert | presets``."""
 
 from __future__ import annotations
 
 import errno
 import os
 import sys
+import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from typer.core import TyperGroup
 
+from eplb_opt.comparison import ComparedPlan, PlacementComparison
 from eplb_opt.demand import count_tokens
 from eplb_opt.errors import EplbError, InvalidTokensError
 from eplb_opt.formats.placements import (
@@ -32,13 +34,18 @@ from eplb_opt.formats.placements import (
     read_placement,
     write_placement,
 )
-from eplb_opt.gap import default_methods, local_batches, optimality_gap
+from eplb_opt.gap import default_methods, local_batches, moe_layers, optimality_gap
+from eplb_opt.measure import Split
+from eplb_opt.metrics import PlacementMetrics
 from eplb_opt.objective import Objective
-from eplb_opt.placement import Placement
-from eplb_opt.plots import plot_gap, plot_regimes
+from eplb_opt.placement import Placement, slots_for
+from eplb_opt.placers import first_placement, resolve_placer
+from eplb_opt.placing import solve_placement
+from eplb_opt.plots import plot_comparison, plot_gap, plot_regimes
 from eplb_opt.regime import regime_map
 from eplb_opt.report import (
     many,
+    print_comparison,
     print_placement,
     print_presets,
     print_regimes,
@@ -50,11 +57,14 @@ from eplb_opt.routers import resolve_method
 from eplb_opt.routing import solve_routing
 from eplb_opt.stopping import TimeLimit
 from eplb_opt.trace import LoadTrace, TokenTrace, read_trace, write_trace
+from eplb_opt.transfer import Links, expert_bytes, plan_transfer, saving_per_step
 from eplb_opt.workload import Stage, Workload, model_shape
 
 __all__ = ["app"]
 
 _Number = TypeVar("_Number", int, float)
+
+_BATCHES_TO_TIME = 4
 
 
 class _Commands(TyperGroup):
@@ -182,6 +192,22 @@ _ThreadsOption = Annotated[
     int | None,
     typer.Option(
         min=1, show_default="all cores", help="Threads over problems.", rich_help_panel="Methods"
+    ),
+]
+_ToOption = Annotated[
+    PlacementFormat | None,
+    typer.Option(
+        show_default="by the suffix of OUT", help="What OUT is to be; a .json does not tell."
+    ),
+]
+_FirstLayerOption = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        metavar="N",
+        show_default="0",
+        help="The model's number of the first layer written, its dense layers counted (sglang,"
+        " trtllm).",
     ),
 ]
 _FormatOption = Annotated[
@@ -476,6 +502,324 @@ def regime(
 
 @app.command(
     epilog="Examples:\n\n"
+    "  eplb-opt place decode.json --gpus 32 --redundant 32 --out map.json --to sglang\n\n"
+    "  eplb-opt place decode.json --gpus 32 --redundant 32 --method deepseek --method flashlb\n\n"
+    "  eplb-opt place decode.json --gpus 32 --redundant 32 --nodes 4 --previous map.json"
+    " --dense-layers 3 --model deepseek-v3 --tokens-per-batch 4096 --objective deepseek-v3-fp8"
+)
+def place(
+    loads: Annotated[
+        Path,
+        typer.Argument(
+            metavar="LOADS",
+            help="Recorded traffic: SGLang's logical_count (.json, .pt), counts (.npy, .npz, .csv)"
+            " or top-k ids (.npz). Layers without any token are dense, and left out.",
+        ),
+    ],
+    gpus: Annotated[
+        int, typer.Option(min=1, metavar="N", help="GPUs.", rich_help_panel="Deployment")
+    ],
+    redundant: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            show_default="as PREVIOUS has",
+            help="Slots beyond one per expert.",
+            rich_help_panel="Deployment",
+        ),
+    ] = None,
+    slots: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            show_default=False,
+            help="Slots of a GPU, instead.",
+            rich_help_panel="Deployment",
+        ),
+    ] = None,
+    nodes: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Nodes: so many runs of consecutive GPUs.",
+            rich_help_panel="Deployment",
+        ),
+    ] = 1,
+    groups: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Groups of consecutive experts that the gate picks together.",
+            rich_help_panel="Deployment",
+        ),
+    ] = 1,
+    draft_layers: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Layers at the end of LOADS and PREVIOUS that belong to a draft model; left out.",
+            rich_help_panel="Traffic",
+        ),
+    ] = 0,
+    windows: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Cut the steps, or tokens, of LOADS into so many windows.",
+            rich_help_panel="Traffic",
+        ),
+    ] = 1,
+    tokens_per_batch: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            show_default=False,
+            help="Tokens of a batch over all GPUs, for methods that place for routing and for what"
+            " a step saves.",
+            rich_help_panel="Traffic",
+        ),
+    ] = None,
+    top_k: _TopKOption = 8,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[:OPTION=VALUE,...]",
+            show_default="deepseek",
+            help="A placement method, see eplb-opt presets; repeat to compare.",
+            rich_help_panel="Methods",
+        ),
+    ] = None,
+    distinct: Annotated[
+        bool,
+        typer.Option(
+            "--distinct",
+            help="Repair placements with two copies of an expert on one GPU.",
+            rich_help_panel="Methods",
+        ),
+    ] = False,
+    split: Annotated[
+        Split,
+        typer.Option(
+            help="How an expert's load is shared by its copies.", rich_help_panel="Methods"
+        ),
+    ] = Split.EQUAL,
+    over_windows: Annotated[
+        str,
+        typer.Option(
+            metavar="mean|worst|Q",
+            help="How the makespans of windows sum up; Q is a quantile from 0 to 1.",
+            rich_help_panel="Methods",
+        ),
+    ] = "mean",
+    objective: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE.json",
+            show_default=False,
+            help="A GPU's time, for methods that place for routing and for what a step saves.",
+            rich_help_panel="Methods",
+        ),
+    ] = None,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            show_default=False,
+            help="Time limit of an exact method, over all layers.",
+            rich_help_panel="Methods",
+        ),
+    ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1, show_default="all cores", help="Threads over layers.", rich_help_panel="Methods"
+        ),
+    ] = None,
+    previous: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="The placement that is served now, as for validate.",
+            rich_help_panel="Moves",
+        ),
+    ] = None,
+    dense_layers: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Layers at the start of PREVIOUS that have no experts; left out.",
+            rich_help_panel="Moves",
+        ),
+    ] = 0,
+    max_moves: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            show_default="any number",
+            help="The most weights that may move, over all layers.",
+            rich_help_panel="Moves",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            show_default=False,
+            help="The model whose weights move: plan the transfer. See eplb-opt presets.",
+            rich_help_panel="Moves",
+        ),
+    ] = None,
+    bytes_per_weight: Annotated[
+        float,
+        typer.Option(metavar="B", help="1 for fp8, 2 for bf16.", rich_help_panel="Moves"),
+    ] = 1.0,
+    links: Annotated[
+        str,
+        typer.Option(
+            metavar="INSIDE,BETWEEN",
+            help="GB/s that a GPU sends inside its node, and to other nodes.",
+            rich_help_panel="Moves",
+        ),
+    ] = "450,50",
+    layers_at_once: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Layers whose weights move together: fewer rounds, more buffers.",
+            rich_help_panel="Moves",
+        ),
+    ] = 1,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="OUT",
+            show_default=False,
+            help="Write the placement, as convert does.",
+            rich_help_panel="Output",
+        ),
+    ] = None,
+    to: _ToOption = None,
+    first_layer: _FirstLayerOption = None,
+    json: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|-",
+            show_default=False,
+            help="Write the figures as JSON; - for standard output, in place of the tables.",
+            rich_help_panel="Output",
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="Draw GPU loads before and after, and copies: .pdf, .svg or .png.",
+            rich_help_panel="Output",
+        ),
+    ] = None,
+    quiet: _QuietOption = False,
+) -> None:
+    """Decide which experts get copies and where they live, and prove how good that is.
+
+    A method's makespan is compared with a proven bound, its balance with that of the placement
+    before: PREVIOUS, or without it the one that engines start with.
+    """
+    _require_writable(json, None, plot)
+    _require_folders(out)
+    methods = method or ["deepseek"]
+    if len(methods) > 1 and (out is not None or plot is not None):
+        raise typer.BadParameter("--out and --plot are for one --method")
+    if model is not None and previous is None:
+        raise typer.BadParameter("--model is for moves: give --previous")
+    written = None if out is None else format_to_write(out, to)
+    fabric, over = _links(links, gpus, nodes), _over_windows(over_windows)
+
+    load, layers = _windows(loads, draft_layers, windows)
+    mean = load.mean(axis=0)
+    served = None
+    if previous is not None:
+        served = read_placement(
+            previous,
+            num_gpus=gpus,
+            num_experts=mean.shape[1],
+            dense_layers=dense_layers,
+            draft_layers=draft_layers,
+            allow_missing=True,
+        )
+        served = served if served.layered else _with_layer_axis(served)
+    per_gpu = _slots_per_gpu(mean.shape[1], gpus, redundant, slots, served)
+    moving = None
+    if served is not None and model is not None:
+        size = expert_bytes(model_shape(model), bytes_per_weight)
+        batches = _batches_to_time(mean, tokens_per_batch, top_k, objective)
+        moving = _Moving(served, size, fabric, layers_at_once, batches)
+
+    rows = []
+    with _progress(quiet, "placing") as progress:
+        for name in methods:
+            described = {"tokens_per_batch": tokens_per_batch, "objective": objective}
+            if moving is not None:  # which uses them, whatever the method does
+                takes = resolve_placer(name).traits.takes
+                described = {key: value for key, value in described.items() if key in takes}
+            began = time.perf_counter()
+            plan = solve_placement(
+                load,
+                num_gpus=gpus,
+                slots_per_gpu=per_gpu,
+                num_nodes=nodes,
+                num_groups=groups,
+                previous=served,
+                max_moves=max_moves,
+                method=name,
+                distinct=distinct,
+                split=split,
+                over_windows=over,
+                top_k=top_k,
+                stop=None if time_limit is None else TimeLimit(time_limit),
+                threads=threads or _cores(),
+                **described,  # type: ignore[arg-type]  # each value is of its key
+            )
+            row = ComparedPlan(name, plan, time.perf_counter() - began)
+            rows.append(row if moving is None else moving.added_to(row))
+            if progress is not None:
+                progress(len(rows), len(methods))
+
+    comparison = PlacementComparison(
+        str(loads),
+        layers,
+        mean,
+        "experts in turn" if previous is None else previous.name,
+        rows[0].plan.before or _first_metrics(mean, rows[0].plan.placement),
+        tuple(rows),
+    )
+    if not quiet and json != "-":
+        print_comparison(comparison)
+    _write(json, comparison.to_json() + "\n")
+    if plot is not None:
+        plot_comparison(comparison, plot)
+    if out is not None and written is not None:
+        placement = rows[0].plan.placement
+        numbers = _numbers_to_write(written, placement, first_layer, layers)
+        write_placement(placement, out, format=written, layer_ids=numbers)
+
+
+@app.command(
+    epilog="Examples:\n\n"
     "  eplb-opt route placement.npy tokens.npy\n\n"
     "  eplb-opt route map.json tokens.csv --gpus 8 --method metro --out routing.npz"
 )
@@ -635,12 +979,7 @@ def convert(
             metavar="OUT", help="The file to write; for traffic, the folder of a new recording."
         ),
     ],
-    to: Annotated[
-        PlacementFormat | None,
-        typer.Option(
-            show_default="by the suffix of OUT", help="What OUT is to be; a .json does not tell."
-        ),
-    ] = None,
+    to: _ToOption = None,
     gpus: Annotated[
         int | None,
         typer.Option(
@@ -653,16 +992,7 @@ def convert(
     form: _FormatOption = None,
     dense_layers: _DenseLayersOption = 0,
     draft_layers: _DraftLayersOption = 0,
-    first_layer: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            metavar="N",
-            show_default="0",
-            help="The model's number of the first layer written, its dense layers counted (sglang,"
-            " trtllm).",
-        ),
-    ] = None,
+    first_layer: _FirstLayerOption = None,
     batch: Annotated[
         int | None,
         typer.Option(
@@ -689,11 +1019,7 @@ def convert(
     placement = read_placement(
         file, num_gpus=gpus, format=form, dense_layers=dense_layers, draft_layers=draft_layers
     )
-    numbers = None
-    if first_layer is not None:
-        numbers = range(first_layer, first_layer + placement.num_layers)
-    elif written in NUMBERED:
-        _say("note", f"{written.value} numbers layers; from 0 here, see --first-layer")
+    numbers = _numbers_to_write(written, placement, first_layer)
     write_placement(placement, out, format=written, layer_ids=numbers)
     print_placement(placement, f"{out}: written as {written.value}")
 
@@ -784,6 +1110,108 @@ def _demand(
     return counts[:, 0], None if ids is None else ids[:, 0]
 
 
+def _windows(
+    path: Path, draft_layers: int, count: int
+) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
+    """Read loads, float64 [windows, MoE layers, experts], and the layers' numbers in the file."""
+    trace = read_trace(path)
+    load, layers = moe_layers(trace.load(), draft_layers)
+    if count == 1:
+        return load[None], layers
+    steps = trace.num_steps if isinstance(trace, LoadTrace) else trace.num_tokens
+    if count > steps:
+        raise InvalidTokensError(f"{path}: {count} windows of {steps} steps or tokens")
+    if isinstance(trace, LoadTrace):
+        starts = np.arange(count) * steps // count
+        counts = trace.select_layers(layers).tokens
+        return np.add.reduceat(counts, starts, axis=0, dtype=np.float64), layers
+    cut = trace.batches(steps // count, steps=count)[:, layers]
+    return count_tokens(cut, trace.num_experts).astype(np.float64), layers
+
+
+def _slots_per_gpu(
+    experts: int, gpus: int, redundant: int | None, slots: int | None, served: Placement | None
+) -> int:
+    """Return the slots that the options ask for, or that the placement before has."""
+    if redundant is not None and slots is not None:
+        raise typer.BadParameter("give one of --redundant and --slots")
+    if redundant is not None:
+        return slots_for(experts + redundant, gpus)
+    if slots is not None:
+        return slots
+    if served is not None:
+        return served.slots_per_gpu
+    raise typer.BadParameter("give --redundant or --slots")
+
+
+def _with_layer_axis(placement: Placement) -> Placement:
+    return Placement(placement.slots[None], placement.num_experts, allow_missing=True)
+
+
+def _over_windows(text: str) -> str | float:
+    if text in ("mean", "worst"):
+        return text
+    return _numbers("--over-windows", text, float, least=0)[0]
+
+
+def _links(text: str, gpus: int, nodes: int) -> Links:
+    bandwidths = _numbers("--links", text, float, least=0)
+    if len(bandwidths) != 2:
+        problem = f"expected two numbers, inside and between nodes, not {text!r}"
+        raise typer.BadParameter(problem, param_hint="--links")
+    inside, between = bandwidths
+    return Links(1e9 * inside, 1e9 * between, max(1, gpus // nodes))
+
+
+def _batches_to_time(
+    load: NDArray[np.float64], tokens: int | None, top_k: int, objective: str | None
+) -> tuple[NDArray[np.int64], Objective] | None:
+    """Return batches like those to come, int64 [batches, layers, experts], and their time."""
+    if tokens is None or objective is None:
+        return None
+    timed = Objective.of(objective)
+    if timed.counts_activations or timed.counts_tokens:
+        _say("note", f"no break-even steps: {objective} is not in microseconds")
+        return None
+    drawn = Workload.from_load(load, top_k).draw(tokens, _BATCHES_TO_TIME)
+    return count_tokens(drawn, load.shape[1]), timed
+
+
+@dataclass(frozen=True, slots=True)
+class _Moving:
+    """What moves from the placement that is served now are planned with."""
+
+    served: Placement
+    expert_bytes: int
+    links: Links
+    layers_at_once: int
+    batches: tuple[NDArray[np.int64], Objective] | None
+
+    def added_to(self, row: ComparedPlan) -> ComparedPlan:
+        """Return a method's answer with the moves to it, and what a step then saves."""
+        placement = row.plan.placement
+        transfer = plan_transfer(
+            self.served,
+            placement,
+            self.expert_bytes,
+            links=self.links,
+            layers_at_once=self.layers_at_once,
+        )
+        if self.batches is None:
+            return replace(row, transfer=transfer)
+        routes = "tokens_per_batch" in resolve_placer(row.method).traits.takes
+        exact = routes or row.plan.measure.split is Split.FREE
+        router = "makespan" if exact else "uniform"
+        saved = saving_per_step(self.served, placement, *self.batches, method=router)
+        return replace(row, transfer=transfer, saved=saved)
+
+
+def _first_metrics(load: NDArray[np.float64], placement: Placement) -> PlacementMetrics:
+    """Measure the placement that engines start with, of the same shape."""
+    first = first_placement(*placement.slots.shape, num_experts=placement.num_experts)
+    return PlacementMetrics.of(Placement(first, placement.num_experts), load)
+
+
 def _cores() -> int:
     """Return the cores that this process may use."""
     if sys.platform == "linux":
@@ -810,6 +1238,23 @@ def _warnings_as_lines() -> Iterator[None]:
         warnings.filterwarnings("always", category=UserWarning, module="eplb_opt")
         warnings.showwarning = lambda message, *_, **__: _say("warning", message)
         yield
+
+
+def _numbers_to_write(
+    written: PlacementFormat,
+    placement: Placement,
+    first_layer: int | None,
+    recorded: NDArray[np.intp] | None = None,
+) -> Sequence[int] | None:
+    """Return the layers' numbers for a file: as told, or as recorded beside dense layers."""
+    if first_layer is not None:
+        return range(first_layer, first_layer + placement.num_layers)
+    if written not in NUMBERED:
+        return None
+    if recorded is not None and recorded[-1] >= recorded.size:
+        return [int(number) for number in recorded]
+    _say("note", f"{written.value} numbers layers; from 0 here, see --first-layer")
+    return None
 
 
 def _require_one_traffic(file: Path | None, model: str | None, stage: _Stage | None) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb_opt.comparison import PlacementComparison
 from eplb_opt.errors import SolverUnavailableError
 from eplb_opt.gap import GapStudy
 from eplb_opt.regime import CHOICES, Choice, Crossover, RegimeMap
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["plot_gap", "plot_regimes"]
+__all__ = ["plot_comparison", "plot_gap", "plot_regimes"]
 
 _INK, _GRID = "#333333", "#e6e6e6"
 # Okabe and Ito's colours, told apart with every kind of colour vision, but for their yellow, which
@@ -133,6 +134,31 @@ def plot_regimes(regimes: RegimeMap, path: str | os.PathLike[str]) -> None:
         panels.setdefault(title, []).append(at)
     with _figure(path, f"Regimes: {regimes.traffic}, {regimes.objective}") as figure:
         _draw_phases(figure, regimes, panels, by_skew)
+
+
+def plot_comparison(comparison: PlacementComparison, path: str | os.PathLike[str]) -> None:
+    """Draw a placement's GPU loads before and after, and who has copies.
+
+    Two heat maps, of the placement before and of the first one compared, with a row per layer and a
+    column per GPU: load over the layer's mean, white at the mean, a dot on the layer's largest.
+    Beside them the largest by layer, before and after. Below them the copies of an expert by its
+    rank in load: mean over layers, least and most.
+
+    Parameters
+    ----------
+    comparison
+        What was placed.
+    path
+        Where to write it, as for `plot_gap`. It fits a page of a paper.
+
+    Raises
+    ------
+    SolverUnavailableError, ValueError, OSError
+        As `plot_gap`.
+    """
+    row = comparison.rows[0]
+    with _figure(path, f"Placement: {comparison.loads}, {row.method}") as figure:
+        _draw_loads(figure, comparison)
 
 
 @contextmanager
@@ -368,3 +394,64 @@ def _draw_boundaries(
         x = np.interp(np.log(np.maximum(crossed, 1)), *scale, left=np.nan, right=np.nan)
         lines += ax.plot(np.repeat(x, 3), ends.ravel(), style, color=colour, label=label)
     return lines
+
+
+def _draw_loads(figure: Figure, comparison: PlacementComparison) -> None:
+    """Draw the heat maps, the largest loads by layer, and the copies below."""
+    from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
+
+    row, layers = comparison.rows[0], len(comparison.layers)
+    after = row.plan.metrics
+    figure.set_size_inches(7, 2.6 + min(3.2, 0.06 * layers))
+    grid = figure.add_gridspec(
+        2, 3, width_ratios=(1, 1, 0.55), height_ratios=(0.8 + min(3.2, 0.06 * layers), 1)
+    )
+    colours = LinearSegmentedColormap.from_list("load", (_COLOURS[0], "white", _COLOURS[1]))
+    peak = max(comparison.before.par_max, after.par_max)
+    norm = TwoSlopeNorm(1, vmin=0, vmax=max(peak, 1.01))
+    first, maps = figure.add_subplot(grid[0, 0]), []
+    for column, (title, metrics) in enumerate(
+        (
+            (f"before: {_short(comparison.started_from)}", comparison.before),
+            (_short(row.method), after),
+        )
+    ):
+        ax = first if column == 0 else figure.add_subplot(grid[0, column], sharey=first)
+        mean = metrics.mean[:, None]
+        over = np.where(mean > 0, metrics.gpu_load / np.where(mean > 0, mean, 1.0), 1.0)
+        maps.append(
+            ax.imshow(over, cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
+        )
+        ax.plot(over.argmax(axis=1), range(layers), ".", color=_INK, markersize=1.5)
+        ax.set(title=title, xlabel="GPU")
+        ax.locator_params(axis="x", integer=True)
+        if column:
+            ax.tick_params(labelleft=False)
+    peaks = figure.add_subplot(grid[0, 2], sharey=first)
+    for colour, label, metrics in (
+        (_COLOURS[1], "before", comparison.before),
+        (_COLOURS[0], "after", after),
+    ):
+        peaks.plot(metrics.par, range(layers), ".-", color=colour, label=label, markersize=2.5)
+    peaks.axvline(1, color=_INK, linewidth=0.6)
+    peaks.set(title="largest over mean", xlabel="PAR")
+    peaks.tick_params(labelleft=False)
+    peaks.legend(frameon=False)
+    step = -(-layers // 8)
+    first.set_yticks(range(0, layers, step), [str(n) for n in comparison.layers[::step]])
+    first.set(ylabel="layer", ylim=(layers - 0.5, -0.5))
+    bar = figure.colorbar(maps[-1], ax=first, location="left", fraction=0.05, pad=0.02)
+    bar.set_label("GPU load over the layer's mean")
+
+    order = np.argsort(-comparison.load, axis=1, kind="stable")
+    copies = np.take_along_axis(after.copies, order, axis=1)
+    rank = np.arange(1, copies.shape[1] + 1)
+    ax = figure.add_subplot(grid[1, :])
+    ax.fill_between(
+        rank, copies.min(axis=0), copies.max(axis=0), step="mid", color=_COLOURS[0], alpha=0.25
+    )
+    ax.plot(rank, copies.mean(axis=0), drawstyle="steps-mid", color=_COLOURS[0])
+    ax.grid(axis="y", color=_GRID, linewidth=0.5)
+    ax.set(xlabel="experts of a layer by falling load", ylabel="copies\n(mean, range of layers)")
+    ax.set(xlim=(0.5, copies.shape[1] + 0.5), ylim=(0, None))
+    ax.locator_params(integer=True)

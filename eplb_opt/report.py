@@ -17,7 +17,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from eplb_opt.comparison import ComparedPlan, PlacementComparison
 from eplb_opt.gap import GapRow, GapStudy
+from eplb_opt.measure import Measure, Split
 from eplb_opt.objective import OBJECTIVES
 from eplb_opt.placement import EMPTY, Placement
 from eplb_opt.placers import placement_methods
@@ -30,6 +32,7 @@ from eplb_opt.workload import MODEL_SHAPES
 
 __all__ = [
     "many",
+    "print_comparison",
     "print_placement",
     "print_presets",
     "print_regimes",
@@ -62,7 +65,7 @@ def print_presets() -> None:
         table.add_row(name, traits.objectives, proves, ", ".join(needs), traits.summary)
     console.print(table)
 
-    table = _table("Placement methods", "method", "takes", "proves", left=4)
+    table = _table("Placement methods (--method of place)", "method", "takes", "proves", left=4)
     for name, placer in placement_methods().items():
         proves = "its own" if placer.exact else ""
         table.add_row(name, ", ".join(sorted(placer.takes)), proves, placer.summary)
@@ -277,7 +280,7 @@ def print_routing(routing: Routing, method: str) -> None:
         ),
         ("balance", f"{summary.balance:.3f} (mean GPU over the largest)"),
         ("makespan", f"{summary.makespan:.2f} (sum over layers)"),
-        ("bound", f"{summary.bound:.2f}{_provers(routing)}"),
+        ("bound", f"{summary.bound:.2f}{_provers(routing.proved_by)}"),
         ("gap", f"{100 * summary.gap:.2f} %{_beyond_idle(routing)}"),
         ("status", f"{proven} of {problems} problems proven optimal"),
     ]
@@ -288,9 +291,9 @@ def print_routing(routing: Routing, method: str) -> None:
         _console().print(_layer_table(routing))
 
 
-def _provers(routing: Routing) -> str:
+def _provers(proved_by: NDArray[np.int8]) -> str:
     """Say who proved the bounds, and of how many problems each."""
-    proofs, problems = np.unique(routing.proved_by, return_counts=True)
+    proofs, problems = np.unique(proved_by, return_counts=True)
     by = [
         (Proof(proof).name.lower().replace("_", "-"), times)
         for proof, times in zip(proofs, problems, strict=True)
@@ -312,7 +315,7 @@ def _beyond_idle(routing: Routing) -> str:
     return f", {100 * gap:.2f} % beyond the {idle:g} that a GPU takes without tokens"
 
 
-def _layer_table(routing: Routing, most: int = 12, fullest: int = 5) -> Table:
+def _layer_table(routing: Routing) -> Table:
     """Return a row per layer, means over batches: of at most so many layers, or of the fullest.
 
     Unsolved problems count for what is proven, and for nothing else.
@@ -333,15 +336,127 @@ def _layer_table(routing: Routing, most: int = 12, fullest: int = 5) -> Table:
         }
     proven = (routing.status == Status.OPTIMAL).reshape(-1, layers)
     means["proven %"] = 100 * proven.mean(axis=0)
-    shown, title = np.arange(layers), "By layer"
-    if layers > most:
-        shown = np.argsort(-means["makespan"], kind="stable")[:fullest]
-        title = f"The fullest {fullest} of {layers} layers"
+    shown, title = _shown(means["makespan"], "fullest")
     table = _table(title, "layer", *means, left=0)
     for layer in shown:
         cells = (_texts([mean[layer]], decimals=2)[0] for mean in means.values())
         table.add_row(str(layer), *cells)
     return table
+
+
+def print_comparison(comparison: PlacementComparison) -> None:
+    """Print a row per method and one for the placement before; for one method its layers too."""
+    console = _console()
+    rows = comparison.rows
+    plan = rows[0].plan
+    console.print(Text(comparison.loads, style="bold"), soft_wrap=True)
+    console.print(_shape_of(plan.placement))
+    before, methods = f"before: {comparison.started_from}", [row.method for row in rows]
+    console.print(_by_placement([before, *methods], _balance_columns(comparison)))
+    if plan.moves is not None:
+        title = f"\nMoves from {comparison.started_from}"
+        console.print(Text(title, style="bold"), soft_wrap=True)
+        console.print(_by_placement(methods, _move_columns(rows)))
+    if len(rows) == 1:
+        console.print()
+        console.print(_plan_layers(comparison, rows[0]))
+    console.print(
+        "\n[dim]PAR: peak over average, the largest GPU load over the mean, by layer\n"
+        f"gap: makespan / bound - 1; {_said_of(plan.measure)}[/dim]"
+    )
+    for row in rows:
+        proven = "bounds " + _provers(row.plan.proved_by).strip(" ()")
+        line = "; ".join(filter(None, (f"{row.method}: {proven}", row.plan.note)))
+        console.print(Text(line, style="dim"), soft_wrap=True)
+
+
+def _by_placement(placements: Sequence[str], columns: Sequence[tuple[str, list[str]]]) -> Table:
+    """Return a table with a row per placement, from headers and cells."""
+    table = _table("", "placement", *(header for header, _ in columns))
+    table.columns[0].min_width = min(max(map(len, placements)), 14)
+    for column in table.columns:
+        column.vertical = "bottom"
+    for name, *cells in zip(placements, *(cells for _, cells in columns), strict=True):
+        table.add_row(Text(name), *cells)
+    return table
+
+
+def _balance_columns(comparison: PlacementComparison) -> list[tuple[str, list[str]]]:
+    """Return headers and cells, of the placement before and then of every row."""
+    rows = comparison.rows
+    measured = [comparison.before, *(row.plan.metrics for row in rows)]
+    gaps = [100 * row.plan.gap for row in rows]
+    return [
+        ("PAR\nmean", [f"{m.par_mean:.3f}" for m in measured]),
+        ("worst", [f"{m.par_max:.3f}" for m in measured]),
+        ("gap %\nmean", ["", *(f"{gap.mean():.2f}" for gap in gaps)]),
+        ("worst", ["", *(f"{gap.max():.2f}" for gap in gaps)]),
+        ("proven", ["", *(f"{row.proven}/{row.plan.makespan.size}" for row in rows)]),
+        ("balance\nSGLang", [f"{m.balancedness_sglang:.3f}" for m in measured]),
+        ("vLLM", [f"{m.balancedness_vllm:.3f}" for m in measured]),
+        ("dupli-\ncates", [str(m.duplicates.sum()) for m in measured]),
+        ("ms", ["", *_texts([1e3 * row.seconds for row in rows])]),
+    ]
+
+
+def _move_columns(rows: Sequence[ComparedPlan]) -> list[tuple[str, list[str]]]:
+    """Return headers and cells of what moving costs, as far as it is known."""
+    columns = [("moves", [str(row.plan.moves.sum()) for row in rows if row.plan.moves is not None])]
+    moved = [row.transfer for row in rows if row.transfer is not None]
+    saved = [row.saved for row in rows if row.saved is not None]
+    steps = [row.break_even_steps for row in rows if row.break_even_steps is not None]
+    if moved:
+        columns += [
+            ("rounds", [str(transfer.rounds.sum()) for transfer in moved]),
+            ("GB in\nnodes", [f"{transfer.bytes_inside / 1e9:.1f}" for transfer in moved]),
+            ("between", [f"{transfer.bytes_between / 1e9:.1f}" for transfer in moved]),
+            ("buffers\nGB/GPU", [f"{transfer.buffer_bytes / 1e9:.2f}" for transfer in moved]),
+            ("ms", _texts([1e3 * transfer.seconds for transfer in moved])),
+            ("at\nleast", _texts([1e3 * transfer.bound for transfer in moved])),
+        ]
+    if saved:
+        repaid = [f"{step:.0f}" if isfinite(step) else "never" for step in steps]
+        columns += [("saves\nµs/step", _texts(saved)), ("repaid in\nsteps", repaid)]
+    return columns
+
+
+def _said_of(measure: Measure) -> str:
+    """Say what the makespan is of."""
+    copies = "take the same share" if measure.split is Split.EQUAL else "share as is best"
+    over = measure.over_windows
+    windows = f"{over:g} quantile" if isinstance(over, float) else over
+    return f"copies of an expert {copies}; {windows} of windows"
+
+
+def _plan_layers(comparison: PlacementComparison, row: ComparedPlan) -> Table:
+    """Return a row per layer: of at most twelve layers, or of the five with the largest PAR."""
+    plan = row.plan
+    means = {
+        "PAR before": [f"{par:.3f}" for par in comparison.before.par],
+        "PAR": [f"{par:.3f}" for par in plan.metrics.par],
+        "makespan": _texts(plan.makespan.tolist()),
+        "bound": _texts(plan.bound.tolist()),
+        "gap %": _texts((100 * plan.gap).tolist(), decimals=2),
+        "copies": [str(copies) for copies in plan.metrics.copies.max(axis=-1)],
+        "duplicates": [str(count) for count in plan.metrics.duplicates],
+    }
+    if plan.moves is not None:
+        means["moves"] = [str(count) for count in plan.moves]
+    shown, title = _shown(plan.metrics.par, "least balanced")
+    table = _table(title, "layer", *means, left=0)
+    for at in shown:
+        table.add_row(str(comparison.layers[at]), *(cells[at] for cells in means.values()))
+    return table
+
+
+def _shown(
+    size: NDArray[np.float64], called: str, most: int = 12, largest: int = 5
+) -> tuple[NDArray[np.intp], str]:
+    """Return which layers a table shows, and its title: at most so many, or the largest."""
+    if len(size) <= most:
+        return np.arange(len(size)), "By layer"
+    shown = np.argsort(-size, kind="stable")[:largest]
+    return shown, f"The {called} {largest} of {len(size)} layers"
 
 
 def _print_facts(title: str, facts: Sequence[tuple[str, str]]) -> None:

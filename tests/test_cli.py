@@ -18,10 +18,12 @@ from typer.testing import CliRunner
 from eplb_opt import cli
 from eplb_opt.cli import app
 from eplb_opt.demand import count_tokens
+from eplb_opt.formats.placements import read_placement
 from eplb_opt.gap import default_methods
 from eplb_opt.objective import OBJECTIVES, Objective, Piece
 from eplb_opt.placement import Placement
 from eplb_opt.placers import placement_methods
+from eplb_opt.placing import solve_placement
 from eplb_opt.routers import routing_methods
 from eplb_opt.routing import solve_routing
 from eplb_opt.trace import LoadTrace, StepFacts, read_trace, write_trace
@@ -78,7 +80,9 @@ def test_the_version_is_that_of_the_package() -> None:
     assert run("--version").stdout == f"eplb-opt {version('eplb-opt')}\n"
 
 
-@pytest.mark.parametrize("command", ["gap", "regime", "route", "validate", "convert", "presets"])
+@pytest.mark.parametrize(
+    "command", ["gap", "regime", "place", "route", "validate", "convert", "presets"]
+)
 def test_every_command_has_help_with_an_example(command: str) -> None:
     """Help says what the command does and how to call it."""
     assert command in run("--help").stdout
@@ -334,6 +338,291 @@ def test_regime_draws_from_a_recording(tmp_path: Path) -> None:
 def test_regime_with_wrong_options_is_a_usage_error(options: list[str], message: str) -> None:
     """Exit code 2, before any work."""
     assert message in " ".join(refusal("regime", *options, code=2).replace("│", " ").split())
+
+
+# place
+
+LOAD = [[0, 0, 0, 0], [90, 10, 10, 10], [6, 3, 2, 1]]  # a dense layer first
+DEPLOYED = ["--gpus", 2, "--slots", 3]
+
+
+@pytest.fixture
+def loads(tmp_path: Path) -> Path:
+    """Write counts of four experts in two MoE layers."""
+    path = tmp_path / "loads.csv"
+    path.write_text("\n".join(",".join(map(str, row)) for row in LOAD))
+    return path
+
+
+def test_place_says_how_good_a_placement_is(loads: Path) -> None:
+    """Beside the placement that engines start with: balance, bound, duplicates, every layer."""
+    for columns in (None, 80):
+        result = run("place", loads, *DEPLOYED, columns=columns)
+        assert result.stderr == ""
+        lines = result.stdout.splitlines()
+        assert lines[:2] == [str(loads), "2 layers, 2 GPUs x 3 slots, 4 experts"]
+        (before,) = (line.split() for line in lines if line.startswith("before: experts in turn"))
+        assert before[4:] == ["1.042", "1.083", "0.962", "0.992", "0"]
+        (placed,) = (line.split() for line in lines if line.startswith("deepseek "))
+        assert placed[1:-1] == ["1.083", "1.167", "8.33", "16.67", "1/2", "0.929", "0.868", "2"]
+        _, _, table = result.stdout.partition("By layer")
+        assert [line.split()[:3] for line in table.split("─\n")[1].splitlines()[:2]] == [
+            ["1", "1.000", "1.167"],
+            ["2", "1.083", "1.000"],
+        ]
+        assert "deepseek: bounds proven by count" in lines
+        assert max(map(len, lines[1:])) <= (columns or 100)
+
+
+def test_place_prints_the_least_balanced_of_many_layers(tmp_path: Path) -> None:
+    """Thirteen layers are too many; layer 7 is the worst of these, though it has the least load."""
+    counts = np.tile(np.array([50, 50, 50, 50]), (13, 1))
+    counts[7] = [9, 1, 1, 1]
+    np.save(tmp_path / "loads.npy", counts)
+    printed = run("place", tmp_path / "loads.npy", "--gpus", 4, "--redundant", 0).stdout
+    _, _, table = printed.partition("The least balanced 5 of 13 layers")
+    assert table.split("─\n")[1].split()[:3] == ["7", "3.000", "3.000"]
+
+
+def test_place_by_several_methods(loads: Path) -> None:
+    """A row each, in the order asked for, with their own options; layers only for one."""
+    methods = ["--method", "deepseek:form=global", "--method", "flashlb", "--method", "swift"]
+    result = run("place", loads, *DEPLOYED, *methods, "--json", "-")
+    rows = json.loads(result.stdout)["placements"]
+    assert [row["method"] for row in rows] == ["deepseek:form=global", "flashlb", "swift"]
+    printed = run("place", loads, *DEPLOYED, *methods).stdout
+    for text in ("deepseek:form=global", "flashlb", "swift"):
+        assert text in printed
+    assert "By layer" not in printed
+
+
+def test_place_writes_figures_as_json(loads: Path, tmp_path: Path) -> None:
+    """What the plan holds, layer by layer; quiet prints nothing."""
+    out = tmp_path / "placed.json"
+    options = [*DEPLOYED, "--json", out, "--quiet", "--distinct", "--split", "free"]
+    assert run("place", loads, *options).output == ""
+    read = json.loads(out.read_text())
+    plan = solve_placement(LOAD[1:], num_gpus=2, slots_per_gpu=3, distinct=True, split="free")
+    (placed,) = read["placements"]
+    assert placed["makespan"] == plan.makespan.tolist()
+    assert placed["bound"] == plan.bound.tolist()
+    assert placed["status"] == ["optimal", "optimal"]
+    assert placed["duplicates"] == [0, 0]
+    assert (placed["moves"], placed["transfer"]) == (None, None)
+    assert (read["layers"], read["split"], read["over_windows"]) == ([1, 2], "free", "mean")
+    assert read["before"]["par"] == pytest.approx([1, 13 / 12])
+
+
+@pytest.mark.parametrize("name", ["map.json", "map.npz", "map.yaml"])
+def test_place_writes_the_placement(loads: Path, tmp_path: Path, name: str) -> None:
+    """In any format, the layers numbered as in the recording where the format numbers them."""
+    out = tmp_path / name
+    if name == "map.yaml":
+        pytest.importorskip("yaml")
+    to = ["--to", "sglang"] if name == "map.json" else []
+    assert run("place", loads, *DEPLOYED, "-o", out, *to, "--quiet").output == ""
+    plan = solve_placement(LOAD[1:], num_gpus=2, slots_per_gpu=3)
+    dense = 1 if name == "map.json" else 0
+    assert read_placement(out, num_gpus=2, dense_layers=dense) == plan.placement
+    if name == "map.yaml":
+        assert "\n  1: [" in out.read_text()
+
+
+def test_place_tells_when_the_recording_does_not_number_layers(loads: Path, tmp_path: Path) -> None:
+    """Counts of MoE layers only begin with 0, unless told otherwise."""
+    loads.write_text("90,10,10,10\n")
+    options = [*DEPLOYED, "-o", tmp_path / "map.json", "--to", "sglang", "--quiet"]
+    assert "--first-layer" in run("place", loads, *options).stderr
+    assert run("place", loads, *options, "--first-layer", 3).stderr == ""
+    assert len(json.loads((tmp_path / "map.json").read_text())["physical_to_logical_map"]) == 4
+
+
+def test_place_draws_what_it_did(loads: Path, tmp_path: Path) -> None:
+    """GPU loads before and after, in a figure."""
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "placed.svg"
+    run("place", loads, *DEPLOYED, "--quiet", "--plot", plot)
+    assert "<!-- before: experts in turn" in plot.read_text(encoding="utf-8")
+
+
+def test_place_from_a_previous_placement(loads: Path, tmp_path: Path) -> None:
+    """Moves, their rounds and time, and when they are repaid; as many slots as it has."""
+    old = tmp_path / "old.npy"
+    np.save(old, np.array([[[0, 1, 2], [3, 2, 1]]] * 2))
+    options = ["place", loads, "--gpus", 2, "--previous", old, "--method", "flashlb"]
+    printed = run(*options).stdout
+    assert "Moves from old.npy" in printed
+    assert "rounds" not in printed
+    model = [*options, "--model", "mixtral-8x7b", "--top-k", 1]
+    assert "rounds" in run(*model).stdout
+    batches = [*model, "--tokens-per-batch", 4000, "--objective", "deepseek-v3-fp8"]
+    printed = run(*batches, columns=80).stdout
+    assert "repaid in" in printed
+    assert max(map(len, printed.splitlines()[1:])) <= 80
+    (placed,) = json.loads(run(*batches, "--json", "-").stdout)["placements"]
+    moved = placed["transfer"]
+    assert (placed["moves"], moved["rounds"], moved["buffers"]) == ([1, 1], [1, 1], 1)
+    size = 3 * 4096 * 14336
+    assert (moved["expert_bytes"], moved["bytes_inside"], moved["bytes_between"]) == (
+        size,
+        2 * size,
+        0,
+    )
+    assert moved["seconds"] == pytest.approx(2 * size / 450e9)
+    steps = 1e6 * moved["seconds"] / moved["saved_us_per_step"]
+    assert moved["break_even_steps"] == pytest.approx(steps)
+    slow = ["--nodes", 2, "--links", "450,25", "--bytes-per-weight", 2, "--layers-at-once", 2]
+    (placed,) = json.loads(run(*model, *slow, "--json", "-").stdout)["placements"]
+    assert placed["transfer"]["rounds"] == [2]
+    assert placed["transfer"]["seconds"] == pytest.approx(2 * 2 * size / 25e9)
+    assert placed["transfer"]["break_even_steps"] is None
+
+
+def test_place_says_when_moving_never_pays(loads: Path, tmp_path: Path) -> None:
+    """And that a count is no time."""
+    old = tmp_path / "old.npy"
+    np.save(old, np.array([[[0, 1, 2], [0, 3, 1]]] * 2))
+    options = ["place", loads, "--gpus", 2, "--previous", old, "--model", "mixtral-8x7b"]
+    options += ["--top-k", 1, "--tokens-per-batch", 4000, "--objective"]
+    assert "never" in run(*options, "deepseek-v3-fp8").stdout
+    result = run(*options, "tokens")
+    assert result.stderr == "note: no break-even steps: tokens is not in microseconds\n"
+    assert "repaid" not in result.stdout
+
+
+def test_place_by_windows(tmp_path: Path) -> None:
+    """Steps, or tokens, are cut into windows; the makespan is the mean over them, or the worst."""
+    counts, ids = tmp_path / "counts.npy", tmp_path / "ids.npz"
+    np.save(counts, np.array([[[8, 0]], [[0, 0]], [[0, 4]], [[2, 0]], [[2, 2]]]))
+    np.savez(ids, topk=np.array([[0], [0], [1], [1], [1]]))
+    for path, options, makespan in (
+        (counts, ["--windows", 2], 8.0),  # 8 and 0, then 4 and 6
+        (counts, ["--windows", 2, "--over-windows", "mean"], 7.0),
+        (counts, ["--windows", 2, "--over-windows", "0.5"], 7.0),
+        (counts, [], 12.0),
+        (ids, ["--windows", 2], 2.0),  # the last token is left over
+        (ids, [], 3.0),
+    ):
+        over = [] if "--over-windows" in options else ["--over-windows", "worst"]
+        result = run("place", path, "--gpus", 2, "--slots", 1, *over, *options, "--json", "-")
+        assert json.loads(result.stdout)["placements"][0]["makespan"] == [makespan]
+    said = refusal("place", counts, "--gpus", 2, "--slots", 1, "--windows", 6)
+    assert "6 windows of 5 steps or tokens" in said
+
+
+def test_place_takes_what_broke_other_systems(loads: Path, tmp_path: Path) -> None:
+    """Sums above 2^31, one hot expert, counts of one GPU only, a GPU that is dead."""
+    loads.write_text(f"{2**40},1,1,1\n")
+    read = json.loads(run("place", loads, *DEPLOYED, "--json", "-", "--distinct").stdout)
+    assert read["placements"][0]["duplicates"] == [0]
+    assert read["placements"][0]["makespan"] == [2**39 + 1.5]
+    loads.write_text("5,7,0,0\n")
+    assert "counts of one GPU only" in run("place", loads, *DEPLOYED, "--quiet").stderr
+    old = tmp_path / "old.npy"
+    np.save(old, np.array([[0, 1, 2], [-1, -1, -1]]))
+    loads.write_text("5,7,3,1\n")
+    options = ["place", loads, "--gpus", 2, "--previous", old, "--quiet"]
+    run(*options)
+    assert "expert 3 has no replica, and swift keeps" in refusal(*options, "--method", "swift")
+    said = refusal(*options, "--model", "mixtral-8x7b")
+    assert "layer 0: expert 3 must move to GPU" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--gpus", "2"], "give --redundant or --slots"),
+        (["--gpus", "2", "--slots", "3", "--redundant", "2"], "one of --redundant and --slots"),
+        (["--slots", "3"], "Missing option '--gpus'"),
+        ([*DEPLOYED, "--model", "kimi-k2"], "--model is for moves: give --previous"),
+        ([*DEPLOYED, "--over-windows", "most"], "expected numbers between commas, not 'most'"),
+        ([*DEPLOYED, "--plot", "a.doc"], "does not end in .pdf or .svg or .png"),
+        ([*DEPLOYED, "--out", "missing/map.npz"], "missing is not a folder"),
+        ([*DEPLOYED, "--split", "half"], "'half' is not one of 'equal', 'free'"),
+        ([*DEPLOYED, "--previous", "a.npy", "--model", "kimi-k2", "--links", "9"], "two numbers"),
+        (
+            [*DEPLOYED, "--method", "swift", "--method", "flashlb", "--out", "a.npz"],
+            "--out and --plot are for one --method",
+        ),
+    ],
+)
+def test_place_with_wrong_options_is_a_usage_error(
+    loads: Path, options: list[str], message: str
+) -> None:
+    """Exit code 2, before any work."""
+    said = refusal("place", loads, *options, code=2)
+    assert message in " ".join(said.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--gpus", "3", "--redundant", "0"], "4 slots do not divide over 3 GPUs; 3 or 6 would"),
+        (["--gpus", "3", "--slots", "1"], "4 experts need 4 slots and there are 3: 1 missing"),
+        ([*DEPLOYED, "--nodes", "4"], "4 nodes"),
+        ([*DEPLOYED, "--groups", "3"], "3 groups"),
+        ([*DEPLOYED, "--method", "swifft"], "unknown placement method 'swifft'; known: deepseek"),
+        ([*DEPLOYED, "--method", "deepseek:form=flat"], "form is auto, global, hierarchical"),
+        ([*DEPLOYED, "--tokens-per-batch", "8"], "deepseek does not heed tokens_per_batch"),
+        ([*DEPLOYED, "--over-windows", "2"], "'mean', 'worst' or from 0 to 1, not 2.0"),
+        ([*DEPLOYED, "--draft-layers", "3"], "draft_layers is 3; the traffic has 3 layers"),
+        ([*DEPLOYED, "--out", "map.json"], "give one of sglang, vllm, vllm-ascend"),
+        ([*DEPLOYED, "--previous", "none.npy"], "none.npy: No such file or directory"),
+    ],
+)
+def test_place_says_what_is_wrong_in_a_line(loads: Path, options: list[str], message: str) -> None:
+    """Exit code 1 and one line without a traceback."""
+    said = refusal("place", loads, *options)
+    assert said.startswith("error: ")
+    assert message in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("0,0,0,0\n", "no tokens in any layer"),
+        ("1,-1,2,3\n", "-1"),
+        ("1,nan,2,3\n", "line 1, column 2: nan"),
+        ("1,2,3,4\n1,2\n", "line 2"),
+    ],
+)
+def test_place_says_what_is_wrong_with_the_loads(loads: Path, content: str, message: str) -> None:
+    """Where in the file."""
+    loads.write_text(content)
+    said = refusal("place", loads, *DEPLOYED)
+    assert said.startswith("error: ")
+    assert message in said
+
+
+def test_place_refuses_a_previous_placement_of_another_shape(loads: Path, tmp_path: Path) -> None:
+    """Other layers, slots, GPUs or experts; a map of one layer does for loads of one."""
+    old = tmp_path / "old.npy"
+    for slots, message in (
+        ([[0, 1, 2], [3, 0, 1]], "previous must have slots [2, 2, 3]"),
+        ([[[0, 1], [2, 3]]] * 2, "previous must have slots [2, 2, 3]"),
+        ([[[0, 1, 2, 3]]] * 2, "num_gpus=2, but the file has 1"),
+        ([[[0, 1, 2], [3, 4, 1]]] * 2, "expert 4 is out of range"),
+    ):
+        np.save(old, np.array(slots))
+        assert message in refusal("place", loads, *DEPLOYED, "--previous", old)
+    loads.write_text("5,7,3,1\n")
+    np.save(old, np.array([[0, 1, 2], [3, 0, 1]]))
+    options = [*DEPLOYED, "--previous", old, "--model", "mixtral-8x7b", "--quiet"]
+    assert run("place", loads, *options).output == ""
+
+
+def test_place_a_real_recording(shared_data: Path, tmp_path: Path) -> None:
+    """DeepSeek-V3's 61 layers, three of them dense, become a map of 61 rows that reads back."""
+    loads, out = (
+        shared_data / "sglang_deepseek_v3" / "decode_in2000out100.json",
+        tmp_path / "m.json",
+    )
+    options = ["--gpus", 32, "--redundant", 32, "-o", out, "--to", "sglang", "--json", "-"]
+    read = json.loads(run("place", loads, *options).stdout)
+    assert read["layers"] == list(range(3, 61))
+    assert np.mean(read["placements"][0]["par"]) < 1.02 < np.mean(read["before"]["par"])
+    assert "58 layers" in run("validate", out, "--gpus", 32, "--dense-layers", 3).stdout
 
 
 # route

@@ -13,9 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from eplb_opt.comparison import ComparedPlan, PlacementComparison
 from eplb_opt.errors import SolverUnavailableError
 from eplb_opt.gap import GapRow, GapStudy
-from eplb_opt.plots import _apart, plot_gap, plot_regimes
+from eplb_opt.metrics import PlacementMetrics
+from eplb_opt.placement import Placement
+from eplb_opt.placers import first_placement
+from eplb_opt.placing import solve_placement
+from eplb_opt.plots import _apart, plot_comparison, plot_gap, plot_regimes
 from eplb_opt.regime import Choice, Crossover, RegimeMap, RegimeRow
 
 mpl = pytest.importorskip("matplotlib")
@@ -206,6 +211,40 @@ def test_a_phase_diagram_says_everything(
 def test_boundaries_outside_the_batches_are_not_drawn(tmp_path: Path, flip: float) -> None:
     """None at all, before the first and after the last: one row and one panel are enough."""
     plot_regimes(regimes((8,), (1.25,), (None,), flip), tmp_path / "regime.png")
+
+
+def comparison(load: list[list[float]], gpus: int, slots: int) -> PlacementComparison:
+    """Place a load by DeepSeek's policy, beside the experts in turn."""
+    loads = np.array(load, np.float64)
+    plan = solve_placement(loads, num_gpus=gpus, slots_per_gpu=slots)
+    first = first_placement(len(load), gpus, slots, num_experts=loads.shape[1])
+    before = PlacementMetrics.of(Placement(first, loads.shape[1]), loads)
+    rows = (ComparedPlan("deepseek", plan, 0.001),)
+    layers = np.arange(3, 3 + len(load))
+    return PlacementComparison("decode.json", layers, loads, "experts in turn", before, rows)
+
+
+def test_a_placement_is_drawn_before_and_after(tmp_path: Path) -> None:
+    """Heat maps, peaks and copies, with the layers' own numbers."""
+    path = tmp_path / "placed.svg"
+    plot_comparison(comparison([[90, 10, 10, 10], [6, 3, 2, 1]], 2, 3), path)
+    said = texts(path)
+    for text in ("before: experts in turn", "deepseek", "3", "4", "GPU", "layer", "PAR", "copies"):
+        assert f"<!-- {text}" in said
+    for text in ("GPU load over the layer's mean", "experts of a layer by falling load"):
+        assert f"<!-- {text} -->" in said
+    assert "Placement: decode.json, deepseek" in said
+
+
+@pytest.mark.parametrize(
+    ("load", "gpus", "slots"),
+    [([[0, 0]], 1, 2), ([[0, 0], [1, 0]], 2, 1), ([[1.0]], 1, 1), ([[1, 2, 3]] * 100, 3, 1)],
+)
+def test_any_placement_can_be_drawn(
+    tmp_path: Path, load: list[list[float]], gpus: int, slots: int
+) -> None:
+    """No load, one GPU, one expert, many layers."""
+    plot_comparison(comparison(load, gpus, slots), tmp_path / "placed.png")
 
 
 @settings(max_examples=50)

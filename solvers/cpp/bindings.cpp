@@ -38,6 +38,7 @@
 #include "reslotting.hpp"
 #include "slot_keeping.hpp"
 #include "swift.hpp"
+#include "transfer.hpp"
 #include "trtllm.hpp"
 
 namespace nb = nanobind;
@@ -601,6 +602,37 @@ void make_distinct(Loads load, std::int32_t nodes, Slots slots) {
     });
 }
 
+// Senders and rounds of moves: `batch` says where each batch begins, `rounds` gets how many each takes.
+void plan_transfer(Ids batch, Ids receiver, Ids weight, Ids first, Ids holders, Ids leaves, std::int32_t gpus,
+                   std::int32_t gpus_per_node, Array<std::int32_t> holder, Array<std::int32_t> round,
+                   Array<std::int32_t> rounds) {
+    const auto of = [](const Ids& ids) { return std::span<const std::int32_t>(ids.data(), ids.size()); };
+    const auto below = [](std::span<const std::int32_t> ids, std::size_t end) {
+        return std::all_of(ids.begin(), ids.end(),
+                           [&](std::int32_t i) { return i >= 0 && static_cast<std::size_t>(i) < end; });
+    };
+    require(gpus >= 1 && gpus_per_node >= 1, "a GPU at least, and in every node");
+    require(below(of(receiver), gpus) && below(of(holders), gpus), "GPUs in range");
+    require(first.size() > 0 && below(of(weight), first.size() - 1), "weights in range");
+    require(below(of(first), holders.size() + 1) && std::is_sorted(first.data(), first.data() + first.size()),
+            "holders by weight");
+    for (const std::int32_t w : of(weight)) require(first.data()[w] < first.data()[w + 1], "a holder of each");
+    require(batch.size() == rounds.size() + 1 && below(of(batch), receiver.size() + 1) &&
+                std::is_sorted(batch.data(), batch.data() + batch.size()),
+            "one number of rounds per batch");
+    require(weight.size() == receiver.size() && holder.size() == receiver.size() &&
+                round.size() == receiver.size() && leaves.size() == holders.size(),
+            "an answer per move");
+    nb::gil_scoped_release unlocked;
+    Transfer transfer;
+    for (std::size_t b = 0; b < rounds.size(); ++b) {
+        const std::size_t begin = batch.data()[b], size = batch.data()[b + 1] - begin;
+        rounds.data()[b] = transfer.plan({of(receiver).subspan(begin, size), of(weight).subspan(begin, size),
+                                          of(first), of(holders), of(leaves), gpus, gpus_per_node},
+                                         holder.data() + begin, round.data() + begin);
+    }
+}
+
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -651,4 +683,7 @@ NB_MODULE(_core, m) {
           "previous"_a.noconvert(), "floor"_a.noconvert(), "within"_a, "work"_a, "steps"_a.noconvert(),
           "threads"_a, "slots"_a.noconvert());
     m.def("make_distinct", &make_distinct, "load"_a.noconvert(), "nodes"_a, "slots"_a.noconvert());
+    m.def("plan_transfer", &plan_transfer, "batch"_a.noconvert(), "receiver"_a.noconvert(), "weight"_a.noconvert(),
+          "first"_a.noconvert(), "holders"_a.noconvert(), "leaves"_a.noconvert(), "gpus"_a, "gpus_per_node"_a,
+          "holder"_a.noconvert(), "round"_a.noconvert(), "rounds"_a.noconvert());
 }

@@ -38,6 +38,7 @@
 #include "pricing.hpp"
 #include "problem.hpp"
 #include "swift.hpp"
+#include "transfer.hpp"
 #include "trtllm.hpp"
 
 // Counts what is allocated: the solvers must not.
@@ -1130,6 +1131,53 @@ void test_assignment(Random& random) {
     }
 }
 
+// Moves at random, of some weights that few GPUs have and many want: rounds are matchings, as many as the
+// busiest GPU needs, and senders hold what they send.
+void test_transfer(Random& random) {
+    Transfer transfer;
+    for (int i = 0; i < 300; ++i) {
+        const auto gpus = static_cast<std::int32_t>(random.between(1, 40)),
+                   per_node = static_cast<std::int32_t>(random.between(1, gpus)),
+                   weights = static_cast<std::int32_t>(random.between(1, 3 * gpus));
+        Ids first(1, 0), holders, leaves, receiver, weight;
+        for (std::int32_t w = 0; w < weights; ++w) {
+            const std::int64_t few = random.between(1, 4), many = random.between(0, 6);
+            const std::int32_t keeper = static_cast<std::int32_t>(random.below(gpus));
+            for (std::int32_t g = 0; g < gpus; ++g) {
+                if (g == keeper || random.below(gpus) < few - 1) {
+                    holders.push_back(g);
+                    leaves.push_back(random.chance(50));
+                } else if (random.below(gpus) < many) {
+                    receiver.push_back(g);
+                    weight.push_back(w);
+                }
+            }
+            first.push_back(static_cast<std::int32_t>(holders.size()));
+        }
+        Ids holder(receiver.size(), -1), round(receiver.size(), -1);
+        const std::int32_t rounds =
+            transfer.plan({receiver, weight, first, holders, leaves, gpus, per_node}, holder.data(), round.data());
+        std::vector<bool> sends(gpus * rounds), receives(gpus * rounds);
+        bool matched = true, held = true;
+        Ids busy(2 * gpus, 0);
+        for (std::size_t m = 0; m < receiver.size(); ++m) {
+            held = held && holder[m] >= first[weight[m]] && holder[m] < first[weight[m] + 1];
+            if (!held || round[m] < 0 || round[m] >= rounds) {
+                matched = false;
+                continue;
+            }
+            const std::int32_t sender = holders[holder[m]], out = sender * rounds + round[m],
+                               in = receiver[m] * rounds + round[m];
+            matched = matched && !sends[out] && !receives[in];
+            sends[out] = receives[in] = true;
+            ++busy[sender], ++busy[gpus + receiver[m]];
+        }
+        check(held, "who sends has it");
+        check(matched, "a GPU sends once and receives once in a round");
+        check(*std::max_element(busy.begin(), busy.end()) == rounds, "no round more than the busiest GPU needs");
+    }
+}
+
 void test_assign(Random& random) {
     Assign assign;  // one for all, as its buffers are reused
     for (int i = 0; i < 400; ++i) {
@@ -1229,6 +1277,7 @@ int main() {
     test_deepseek(random);
     test_placers(random);
     test_assignment(random);
+    test_transfer(random);
     test_assign(random);
     test_parallel();
     if (failures != 0) {

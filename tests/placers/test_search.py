@@ -28,7 +28,11 @@ search = partial(solve_placement, method="search")
 @st.composite
 def windows(draw: st.DrawFn, experts: st.SearchStrategy[int] | None = None) -> Windows:
     """Draw loads [windows, layers, experts]: skewed, some layers and many experts without load."""
-    shape = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(experts or st.integers(1, 12))
+    shape = (
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 12) if experts is None else experts),
+    )
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     load = random.integers(0, 10, shape) ** draw(st.integers(1, 4))
     load[:, random.random(shape[1]) < 0.2] = 0
@@ -246,7 +250,7 @@ def real(shared_data: Path, name: str) -> NDArray[np.float64]:
     """Return a file's loads, MoE layers only."""
     trace = read_trace(shared_data / "sglang_deepseek_v3" / name)
     assert isinstance(trace, LoadTrace)
-    load = np.asarray(trace.tokens).sum(axis=0).astype(np.float64)
+    load: NDArray[np.float64] = np.asarray(trace.tokens).sum(axis=0).astype(np.float64)
     return load[load.any(axis=-1)]
 
 
