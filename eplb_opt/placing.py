@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from eplb_opt import _core
 from eplb_opt.arrays import as_array
+from eplb_opt.bounds import placement_bound
 from eplb_opt.errors import InvalidPlacementError, InvalidTokensError
 from eplb_opt.measure import Measure, Split
 from eplb_opt.metrics import PlacementMetrics, count_moves
@@ -259,7 +260,16 @@ def solve_placement(
 def _measured(problem: PlacementProblem, placement: Placement, placed: Placed) -> PlacementPlan:
     measure = problem.measure
     makespan = measure.makespan(placement, problem.windows)
-    bound = measure.sum_up(problem.windows.sum(axis=-1) / problem.num_gpus)
+    topology = (placed.nodes, problem.num_groups) if placed.nodes > 1 else (1, 1)
+    bound = measure.sum_up(
+        placement_bound(
+            problem.windows,
+            num_gpus=problem.num_gpus,
+            slots_per_gpu=problem.slots_per_gpu,
+            num_nodes=topology[0],
+            num_groups=topology[1],
+        )
+    )
     proved_by = np.full(len(bound), Proof.COUNT, np.int8)
     if placed.bound is not None:
         proved_by[placed.bound > bound] = placed.proved_by
