@@ -1,12 +1,12 @@
 """Lower bounds that are counted: of a routing from a GPU set, of any placement from its slots.
 
-**Routing.** An expert whose replicas all lie in a GPU set Q must be served in Q. So Q activates at least one
-replica for each such live expert, and takes all of their tokens. A GPU that activates j replicas or
-takes j tokens needs a least time for it; the smallest time by which the GPUs of Q together can have
-as many as they must is a lower bound on any routing's makespan. With equal GPUs it is the time of
-``ceil(count / |Q|)``, the share of the fullest of them. For the objectives ``"activations"`` and
-``"tokens"`` some Q makes this bound equal the optimum (max-flow = min-cut), and the exact routers
-return it.
+**Routing.** An expert whose replicas all lie in a GPU set Q must be served in Q. So Q activates at
+least one replica for each such live expert, and takes all of their tokens. A GPU that activates j
+replicas or takes j tokens needs a least time for it; the smallest time by which the GPUs of Q
+together can have as many as they must is a lower bound on any routing's makespan. With equal GPUs
+it is the time of ``ceil(count / |Q|)``, the share of the fullest of them. For the objectives
+``"activations"`` and ``"tokens"`` some Q makes this bound equal the optimum (max-flow = min-cut),
+and the exact routers return it.
 
 **Placement.** Slots are few: who gets a copy leaves none for others, and GPUs that hold the hottest
 experts must hold others too. `placement_bound` counts both.
@@ -299,9 +299,7 @@ def placement_bound(
     lightest = _sums(np.sort(load, axis=-1))
     bound = np.asarray(load.sum(axis=-1) / num_gpus)
     if redundant < num_gpus:
-        bound = np.maximum(
-            bound, _least_peak(load, lightest, num_gpus, slots_per_gpu, redundant)
-        )
+        bound = np.maximum(bound, _least_peak(load, lightest, num_gpus, slots_per_gpu, redundant))
     if num_nodes == 1:
         return np.asarray(bound)
     grouped = load.reshape(*load.shape[:-1], num_groups, -1)

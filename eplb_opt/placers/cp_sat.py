@@ -117,7 +117,9 @@ class _Grid:
         exact = program.denominator
         if not (program.windows % 1).any() and exact * total <= LARGEST:
             return cls(Fraction(exact), 0)
-        return cls(Fraction(2) ** math.floor(math.log2(LARGEST / total)), int(program.splits_freely))
+        return cls(
+            Fraction(2) ** math.floor(math.log2(LARGEST / total)), int(program.splits_freely)
+        )
 
     def integer(self, load: float | Fraction) -> int:
         """Return the integer that stands for a load."""
@@ -171,9 +173,7 @@ def _state(program: Program, grid: _Grid) -> _Stated:
     return stated
 
 
-def _bottlenecks(
-    model: cp_model.CpModel, program: Program, grid: _Grid
-) -> list[cp_model.IntVar]:
+def _bottlenecks(model: cp_model.CpModel, program: Program, grid: _Grid) -> list[cp_model.IntVar]:
     """Minimise the sum of λ between the bound and the makespan in hand."""
     number = int(program.bottlenecks[-1]) + 1
     scale = grid.steps * number

@@ -157,15 +157,12 @@ def _model(program: Program, columns: _Columns) -> highspy.HighsLp:
 
     lp = highspy.HighsLp()
     lp.num_col_, lp.col_cost_ = columns.width, cost
-    lp.col_lower_, upper = np.zeros(columns.width), np.ones(columns.width)
-    upper[lambdas] = np.inf
-    upper[columns.y] = windows[:, :, None]
-    lp.col_upper_ = upper
+    binary = np.ones(columns.width, np.bool_)
+    binary[lambdas] = binary[columns.y] = False
+    lp.col_lower_, lp.col_upper_ = np.zeros(columns.width), np.where(binary, 1.0, np.inf)
     rows.finish(lp)
     kind = highspy.HighsVarType
-    integral = np.ones(columns.width, np.bool_)
-    integral[lambdas] = integral[columns.y] = False
-    lp.integrality_ = [kind.kInteger if whole else kind.kContinuous for whole in integral]
+    lp.integrality_ = [kind.kInteger if of else kind.kContinuous for of in binary]
     return lp
 
 
