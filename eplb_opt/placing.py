@@ -47,8 +47,9 @@ class PlacementPlan:
         Float64 ``[layers]`` (a scalar array without a layer axis): the largest GPU's load, by the
         measure that was asked for.
     bound
-        Float64, the same shape: what no placement gets below, or, from a method that proves its own
-        answer, none without shared copies on the method's nodes.
+        Float64, the same shape: what no placement on the method's nodes gets below
+        (`eplb_opt.bounds.placement_bound`), or, from a method that proves its own answer, none that
+        fills the slots without shared copies.
     proved_by
         Int8 `Proof`, the same shape: who proved the bound.
     measure
@@ -260,16 +261,14 @@ def solve_placement(
 def _measured(problem: PlacementProblem, placement: Placement, placed: Placed) -> PlacementPlan:
     measure = problem.measure
     makespan = measure.makespan(placement, problem.windows)
-    topology = (placed.nodes, problem.num_groups) if placed.nodes > 1 else (1, 1)
-    bound = measure.sum_up(
-        placement_bound(
-            problem.windows,
-            num_gpus=problem.num_gpus,
-            slots_per_gpu=problem.slots_per_gpu,
-            num_nodes=topology[0],
-            num_groups=topology[1],
-        )
+    of_windows = placement_bound(
+        problem.windows,
+        num_gpus=problem.num_gpus,
+        slots_per_gpu=problem.slots_per_gpu,
+        num_nodes=placed.nodes,
+        num_groups=problem.num_groups,
     )
+    bound = measure.sum_up(of_windows)
     proved_by = np.full(len(bound), Proof.COUNT, np.int8)
     if placed.bound is not None:
         proved_by[placed.bound > bound] = placed.proved_by

@@ -182,8 +182,8 @@ class Placed:
         method that does not keep experts to nodes.
     bound
         Float64 ``[layers]``: makespans, by the problem's measure, that the method has proven no
-        placement on these nodes without shared copies to get below; None from one that proves
-        nothing.
+        placement on these nodes that fills the slots without shared copies to get below; None from
+        one that proves nothing.
     proved_by
         Who proved it.
     """

@@ -153,7 +153,7 @@ class Program:
 
     def raised(self, bound: float) -> float:
         """Return the next value that a makespan can take from a bound on, where that is known."""
-        values = self.denominator * (self.bottlenecks.max() + 1)
+        values = self.denominator * (int(self.bottlenecks[-1]) + 1)
         if (self.windows % 1).any() or not 0 < bound * values < 1 / ROUNDING:
             return bound
         return max(bound, math.ceil(bound * values * (1 - ROUNDING)) / values)
@@ -248,7 +248,7 @@ def place(problem: PlacementProblem, proof: Proof, engine: Engine) -> Placed:
 
     def place_one(layer: int) -> None:
         deadline = clock.deadline()
-        if most[layer] <= counted[layer] or seconds_left(deadline) <= 0:
+        if most[layer] <= counted[layer] * (1 + ROUNDING) or seconds_left(deadline) <= 0:
             return
         rank = np.argsort(-problem.load[layer], kind="stable")
         program = Program(
@@ -322,7 +322,7 @@ def _room(problem: PlacementProblem, nodes: int) -> Int64:
             f"previous, layer {layer}, node {node}: {here} experts need {here} slots and "
             f"{filled[layer, node].sum()} are filled; empty slots stay empty"
         )
-    return np.minimum(filled, here).reshape(len(filled), -1).astype(np.int64)
+    return np.asarray(np.minimum(filled, here).reshape(len(filled), -1), np.int64)
 
 
 def _counted(problem: PlacementProblem, nodes: int, groups: int, room: Int64) -> Float64:
@@ -338,7 +338,7 @@ def _counted(problem: PlacementProblem, nodes: int, groups: int, room: Int64) ->
     each = [
         placement_bound(
             problem.windows[:, layer],
-            num_gpus=np.count_nonzero(of_layer),
+            num_gpus=int(np.count_nonzero(of_layer)),
             slots_per_gpu=int(of_layer.max()),
         )
         for layer, of_layer in enumerate(room)
