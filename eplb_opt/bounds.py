@@ -1,12 +1,15 @@
-"""Lower bounds from certificates: a set of GPUs, a count, and nothing to trust.
+"""Lower bounds that are counted: of a routing from a GPU set, of any placement from its slots.
 
-An expert whose replicas all lie in a GPU set Q must be served in Q. So Q activates at least one
-replica for each such live expert, and takes all of their tokens. A GPU that activates j replicas or
-takes j tokens needs a least time for it; the smallest time by which the GPUs of Q together can have
-as many as they must is a lower bound on any routing's makespan. With equal GPUs it is the time of
-``ceil(count / |Q|)``, the share of the fullest of them. For the objectives ``"activations"`` and
-``"tokens"`` some Q makes this bound equal the optimum (max-flow = min-cut), and the exact routers
-return it.
+**Routing.** An expert whose replicas all lie in a GPU set Q must be served in Q. So Q activates at
+least one replica for each such live expert, and takes all of their tokens. A GPU that activates j
+replicas or takes j tokens needs a least time for it; the smallest time by which the GPUs of Q
+together can have as many as they must is a lower bound on any routing's makespan. With equal GPUs
+it is the time of ``ceil(count / |Q|)``, the share of the fullest of them. For the objectives
+``"activations"`` and ``"tokens"`` some Q makes this bound equal the optimum (max-flow = min-cut),
+and the exact routers return it.
+
+**Placement.** Slots are few: who gets a copy leaves none for others, and GPUs that hold the hottest
+experts must hold others too. `placement_bound` counts both.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from eplb_opt.errors import InvalidTokensError
 from eplb_opt.objective import Curve, Objective
 from eplb_opt.placement import Placement
 
-__all__ = ["certified_bound"]
+__all__ = ["certified_bound", "placement_bound"]
 
 _LeastTime = Callable[[NDArray[np.int64]], NDArray[np.float64]]
 """The least nominal time, at slowness 1, of a GPU that has counts of something; never falling."""
@@ -225,3 +228,138 @@ def _caps(
         within = slowness * least(middle) <= time[..., None]
         low, high = np.where(within, middle, low), np.where(within, high, middle - 1)
     return low
+
+
+def placement_bound(
+    load: NDArray[np.float64],
+    *,
+    num_gpus: int,
+    slots_per_gpu: int,
+    num_nodes: int = 1,
+    num_groups: int = 1,
+) -> NDArray[np.float64]:
+    """Return the largest GPU load that no placement gets below, by counting slots.
+
+    It holds for every placement that has every expert, split equally or freely, with two copies of
+    an expert on one GPU or without, with slots left empty or without. With more nodes than one, for
+    every such placement that keeps each group of experts to one node and gives the nodes equally
+    many groups.
+
+    Parameters
+    ----------
+    load
+        Float64 ``[..., experts]``; finite, not negative.
+    num_gpus, slots_per_gpu
+        The slots, at least as many as experts.
+    num_nodes, num_groups
+        As `eplb_opt.solve_placement` has them; the nodes divide the groups.
+
+    Returns
+    -------
+    NDArray[np.float64]
+        ``[...]``; true up to the rounding of sums.
+
+    Notes
+    -----
+    With G GPUs of S slots and R = G*S - E redundant ones, the largest of
+
+    - the mean GPU load;
+    - by copies: the (R+1)-th largest of all load[e]/c, c = 1, 2, ... At makespan t an expert has at
+      least load[e]/t copies, so every load[e]/c above t takes a redundant slot;
+    - for every h, the h hottest with copies: (their load + that of the (R+h)*(S-1) lightest) /
+      (R+h). They have R+h copies at most, so they lie on some R+h GPUs. All other GPUs together
+      have slots for all but (R+h)*(S-1) of the other experts, which therefore are confined to these
+      GPUs. Without redundancy: (the k hottest + the k*(S-1) lightest)/k;
+    - for every n = R + q*G + k with 1 <= k <= G, the k GPUs with the most of the n hottest experts:
+      n - R of these have one copy, so k GPUs have k*(q+1) of them whole, and in all k*S - R experts
+      to themselves: (the k*(q+1) lightest of the n hottest + the k*(S-q-1) - R lightest of all)/k.
+
+    With R >= G the last three are at most the mean, and are not counted. With several nodes the
+    three count within a node too, for each group, and the last for groups on nodes.
+
+    O(experts log experts + R log R) per row of loads, in numpy.
+
+    Examples
+    --------
+    Two experts of load 6 on two GPUs: there each has another beside it, unless it has copies.
+
+    >>> load = np.array([6.0, 6.0, 1.0, 1.0, 1.0, 1.0])
+    >>> placement_bound(load, num_gpus=3, slots_per_gpu=2)
+    array(7.)
+    >>> placement_bound(load, num_gpus=3, slots_per_gpu=3)
+    array(5.33333333)
+
+    A group of the first three is one node's load:
+
+    >>> placement_bound(load, num_gpus=2, slots_per_gpu=3, num_nodes=2, num_groups=2)
+    array(13.)
+    """
+    experts = load.shape[-1]
+    redundant = num_gpus * slots_per_gpu - experts
+    lightest = _sums(np.sort(load, axis=-1))
+    bound = np.asarray(load.sum(axis=-1) / num_gpus)
+    if redundant < num_gpus:
+        bound = np.maximum(bound, _least_peak(load, lightest, num_gpus, slots_per_gpu, redundant))
+    if num_nodes == 1:
+        return np.asarray(bound)
+    grouped = load.reshape(*load.shape[:-1], num_groups, -1)
+    groups, gpus, spare = grouped.sum(axis=-1), num_gpus // num_nodes, redundant // num_nodes
+    of_nodes = _least_peak(
+        groups, _sums(np.sort(groups, axis=-1)), num_nodes, num_groups // num_nodes, 0
+    )
+    bound = np.maximum(bound, of_nodes / gpus)
+    if spare < gpus:
+        of_groups = _least_peak(grouped, lightest[..., None, :], gpus, slots_per_gpu, spare)
+        bound = np.maximum(bound, of_groups.max(axis=-1))
+    return np.asarray(bound)
+
+
+def _sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return ``[..., n + 1]``: sums of the first so many of ``[..., n]`` values."""
+    start = np.zeros((*values.shape[:-1], 1))
+    return np.concatenate([start, values.cumsum(axis=-1)], axis=-1)
+
+
+def _least_peak(
+    load: NDArray[np.float64],
+    lightest: NDArray[np.float64],
+    gpus: int,
+    slots: int,
+    redundant: int,
+) -> NDArray[np.float64]:
+    """Return the largest bound but the mean, for experts that go to GPUs with these slots.
+
+    Parameters
+    ----------
+    load
+        ``[..., experts]``: all experts that have these slots, or some.
+    lightest
+        ``[..., all experts + 1]``: the load of the lightest so many of all.
+    gpus, slots, redundant
+        GPUs, the slots of each, and how many are redundant: fewer than `gpus`.
+    """
+    experts = load.shape[-1]
+    hot = -np.sort(-load, axis=-1)
+    hottest = _sums(hot)
+
+    # Of all load[e]/c only those with rank * c <= R + 1 can be the (R+1)-th largest: with e of that
+    # rank (from 1), rank * c values are no smaller.
+    rank = np.repeat(np.arange(redundant + 1), (redundant + 1) // np.arange(1, redundant + 2))
+    copies = np.arange(1, len(rank) + 1) - np.searchsorted(rank, rank)
+    shares = hot[..., rank[rank < experts]] / copies[rank < experts]
+    kth = shares.shape[-1] - redundant - 1
+    by_copies = np.partition(shares, kth, axis=-1)[..., kth]
+
+    h = np.arange(1, min(experts, gpus - redundant) + 1)
+    spread = redundant + h
+    with_copies = (hottest[..., h] + lightest[..., spread * (slots - 1)]) / spread
+
+    n = np.arange(redundant, min(experts, redundant + gpus * slots))
+    q, k = divmod(n - redundant, gpus)
+    k += 1
+    whole = hottest[..., n + 1] - hottest[..., n + 1 - k * (q + 1)]
+    beside = np.maximum(k * (slots - q - 1) - redundant, 0)
+    crowded = (whole + lightest[..., beside]) / k
+    return np.asarray(
+        np.maximum(by_copies, np.maximum(with_copies.max(axis=-1), crowded.max(axis=-1, initial=0)))
+    )

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from eplb_opt import _core
 from eplb_opt.arrays import as_array
+from eplb_opt.bounds import placement_bound
 from eplb_opt.budget import MoveCurve
 from eplb_opt.errors import InvalidPlacementError, InvalidTokensError
 from eplb_opt.measure import Measure, Split
@@ -48,8 +49,9 @@ class PlacementPlan:
         Float64 ``[layers]`` (a scalar array without a layer axis): the largest GPU's load, by the
         measure that was asked for.
     bound
-        Float64, the same shape: what no placement gets below, or, from a method that proves its own
-        answer, none without shared copies on the method's nodes.
+        Float64, the same shape: what no placement on the method's nodes gets below
+        (`eplb_opt.bounds.placement_bound`), or, from a method that proves its own answer, none that
+        fills the slots without shared copies.
     proved_by
         Int8 `Proof`, the same shape: who proved the bound.
     measure
@@ -331,7 +333,14 @@ def _as_problem(
 def _measured(problem: PlacementProblem, placement: Placement, placed: Placed) -> PlacementPlan:
     measure = problem.measure
     makespan = measure.makespan(placement, problem.windows)
-    bound = measure.sum_up(problem.windows.sum(axis=-1) / problem.num_gpus)
+    of_windows = placement_bound(
+        problem.windows,
+        num_gpus=problem.num_gpus,
+        slots_per_gpu=problem.slots_per_gpu,
+        num_nodes=placed.nodes,
+        num_groups=problem.num_groups,
+    )
+    bound = measure.sum_up(of_windows)
     proved_by = np.full(len(bound), Proof.COUNT, np.int8)
     if placed.bound is not None:
         proved_by[placed.bound > bound] = placed.proved_by

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
+from itertools import combinations_with_replacement, product
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from eplb_opt.bounds import certified_bound
+from eplb_opt.bounds import certified_bound, placement_bound
 from eplb_opt.errors import InvalidTokensError
 from eplb_opt.objective import Curve, Objective, Piece
 from eplb_opt.placement import Placement
@@ -262,3 +263,83 @@ def test_an_unknown_objective_is_refused() -> None:
     """As everywhere, the presets are listed."""
     with pytest.raises(ValueError, match="known: activations, tokens"):
         certified_bound(Placement([[0]]), [1], [True], "makespan")
+
+
+# --- bounds of placements ---
+
+
+def peak_of_any(
+    load: list[float], gpus: int, slots: int, kept: Callable[[Any], bool] = lambda _: True
+) -> float:
+    """Return the least GPU load of all placements, shared copies included, at the best split.
+
+    Of every GPU set the confined load over its size is needed, and for some set suffices.
+    """
+    best = math.inf
+    experts = range(len(load))
+    for of_gpus in product(combinations_with_replacement(experts, slots), repeat=gpus):
+        if len({e for of in of_gpus for e in of}) < len(load) or not kept(of_gpus):
+            continue
+        peak = 0.0
+        for members in product([False, True], repeat=gpus):
+            if any(members):
+                confined = set(experts).difference(
+                    *(of for of, member in zip(of_gpus, members, strict=True) if not member)
+                )
+                peak = max(peak, sum(load[e] for e in confined) / sum(members))
+        best = min(best, peak)
+    return best
+
+
+@settings(max_examples=100)
+@given(st.data(), st.integers(1, 3), st.integers(1, 3))
+def test_no_placement_is_below_its_bound(data: st.DataObject, gpus: int, slots: int) -> None:
+    """Whatever is placed where, shared copies included, and split how, no peak is lower."""
+    entries = st.one_of(st.integers(0, 9).map(float), st.floats(0.01, 1e6))
+    load = data.draw(st.lists(entries, min_size=1, max_size=min(gpus * slots, 4)))
+    bound = placement_bound(np.array(load), num_gpus=gpus, slots_per_gpu=slots)
+    assert float(bound) <= peak_of_any(load, gpus, slots) * (1 + 1e-12)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(0, 9), min_size=4, max_size=4), st.integers(1, 2))
+def test_no_placement_in_nodes_is_below_its_bound(load: list[int], slots: int) -> None:
+    """With two groups kept to two nodes of two GPUs neither."""
+    bound = placement_bound(
+        np.array(load, float), num_gpus=4, slots_per_gpu=slots, num_nodes=2, num_groups=2
+    )
+
+    def kept(of_gpus: tuple[tuple[int, ...], ...]) -> bool:
+        homes = {(e // 2, g // 2) for g, of in enumerate(of_gpus) for e in of}
+        return len(homes) == 2
+
+    assert float(bound) <= peak_of_any([float(w) for w in load], 4, slots, kept) * (1 + 1e-12)
+
+
+def test_worked_bounds_of_placements() -> None:
+    """By hand: the mean, the hottest with the lightest beside, the copies that are to be had."""
+    for load, gpus, slots, bound in (
+        ([4, 3, 2, 1], 2, 2, 5.0),  # the mean
+        ([9, 1, 1, 1], 2, 2, 10.0),  # the hottest has one beside it
+        ([6, 6, 6, 1, 1, 1], 3, 2, 7.0),  # so have the three hottest
+        ([5, 5, 5, 0, 0, 0], 2, 3, 10.0),  # two of three on one GPU
+        ([12, 2, 2], 4, 1, 6.0),  # one copy more
+        ([12, 12, 0], 4, 1, 12.0),  # for one of two
+        ([12, 4, 1, 1, 1], 3, 2, 7.0),  # the hottest on two GPUs, with one beside on each
+    ):
+        found = placement_bound(np.array(load, float), num_gpus=gpus, slots_per_gpu=slots)
+        assert float(found) == pytest.approx(bound), load
+
+
+def test_bounds_of_recorded_loads(recorded_load: Callable[[str], NDArray[np.int64]]) -> None:
+    """Without redundancy the k-hot bound is as measured before; copies bring it to the mean."""
+    for name, peak in (("prefill_in4096", 1.199), ("decode_in2000out100", 1.057)):
+        load = recorded_load(name).astype(float)
+        mean = load.sum(axis=1) / 32
+        alone = placement_bound(load, num_gpus=32, slots_per_gpu=8)
+        assert (alone / mean).mean() == pytest.approx(peak, abs=1e-3)
+        copied = placement_bound(load, num_gpus=32, slots_per_gpu=9)
+        assert copied.tolist() == mean.tolist()
+        nodes = placement_bound(load, num_gpus=32, slots_per_gpu=8, num_nodes=4, num_groups=8)
+        assert (nodes >= alone).all()
+        assert (nodes > alone).any()

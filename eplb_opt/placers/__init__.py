@@ -17,8 +17,10 @@ from eplb_opt.placers.base import (
     PlacerTraits,
     first_placement,
 )
+from eplb_opt.placers.cp_sat import CpSat
 from eplb_opt.placers.deepseek import DeepSeek
 from eplb_opt.placers.flashlb import FlashLb
+from eplb_opt.placers.highs import Highs
 from eplb_opt.placers.search import Search
 from eplb_opt.placers.swift import Swift
 from eplb_opt.placers.trtllm import TrtLlm
@@ -27,8 +29,10 @@ __all__ = [
     "AscendDefault",
     "AscendRandom",
     "Batches",
+    "CpSat",
     "DeepSeek",
     "FlashLb",
+    "Highs",
     "Placed",
     "PlacementMethod",
     "PlacementProblem",
@@ -50,6 +54,8 @@ _METHODS: Mapping[str, type[Any]] = MappingProxyType(
         "ascend-default": AscendDefault,
         "swift": Swift,
         "flashlb": FlashLb,
+        "highs": Highs,
+        "cp-sat": CpSat,
     }
 )
 

@@ -8,6 +8,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb_opt.bounds import placement_bound
 from eplb_opt.errors import InfeasibleError, InvalidPlacementError
 from eplb_opt.measure import Measure
 from eplb_opt.objective import Objective
@@ -157,8 +158,31 @@ class PlacementProblem:
         return 1, 1, f"as one node: {why}"
 
     def floor(self) -> NDArray[np.float64]:
-        """Return float64 ``[layers]``: makespans that no placement gets below; quick to count."""
-        return self.measure.sum_up(self.windows.sum(axis=-1) / self.num_gpus)
+        """Return float64 ``[layers]``: makespans that no placement gets below, by counting.
+
+        For placements that keep groups to nodes and leave empty what `previous` has empty.
+        """
+        room, (nodes, groups, _) = self.room(), self.topology()
+        if (room == self.slots_per_gpu).all():
+            each = placement_bound(
+                self.windows,
+                num_gpus=self.num_gpus,
+                slots_per_gpu=self.slots_per_gpu,
+                num_nodes=nodes,
+                num_groups=groups,
+            )
+        else:
+            live, most = (room > 0).sum(axis=-1), room.max(axis=-1)
+            by_layer = [
+                placement_bound(
+                    self.windows[:, layer],
+                    num_gpus=int(live[layer]),
+                    slots_per_gpu=int(most[layer]),
+                )
+                for layer in range(len(room))
+            ]
+            each = np.stack(by_layer, axis=1)
+        return self.measure.sum_up(each)
 
     def require_node_room(self, nodes: int) -> None:
         """Check that every node has slots for its share of the experts.
@@ -215,8 +239,8 @@ class Placed:
         method that does not keep experts to nodes.
     bound
         Float64 ``[layers]``: makespans, by the problem's measure, that the method has proven no
-        placement on these nodes without shared copies to get below; None from one that proves
-        nothing.
+        placement on these nodes that fills the slots without shared copies to get below; None from
+        one that proves nothing.
     proved_by
         Who proved it.
     """

@@ -167,6 +167,10 @@ class PlacementSearch {
         return task_.over(trial_);
     }
 
+    // Whether a GPU has two copies of an expert, as a placement to start from may.
+    bool shares_copies() const {
+        return std::any_of(held_.begin(), held_.end(), [](std::uint8_t slots) { return slots > 1; });
+    }
     double cost() const { return cost_; }
     std::int32_t moves() const { return moves_; }
 
@@ -255,7 +259,10 @@ class PlacementSearch {
                 put(p, e);
                 packed[gpu_of_[p] - first] += per_copy[e] - per_copy[f];
                 put_next(with_room, f);
-            }  // else, with GPUs of unequal room, the slot stays empty
+            } else if (const std::int32_t other = heaviest_lacking(first + with_room, replica, per_copy);
+                       other >= 0) {
+                put_next(with_room, other);
+            }
         }
     }
 
@@ -264,6 +271,15 @@ class PlacementSearch {
         for (std::int32_t p = begin_[first + node_gpus_] - 1; p >= begin_[first]; --p)
             if (entry_[p] >= 0 && !holds(gpu_of_[p], expert) && !holds(first + with_room, entry_[p])) return p;
         return kNone;
+    }
+
+    // The expert with the largest load per copy that a GPU lacks.
+    std::int32_t heaviest_lacking(std::int32_t gpu, const std::vector<std::int32_t>& experts,
+                                  const std::vector<double>& per_copy) const {
+        std::int32_t best = kNone;
+        for (const std::int32_t e : experts)
+            if (!holds(gpu, e) && (best < 0 || per_copy[e] > per_copy[best])) best = e;
+        return best;
     }
 
     // --- the state ---
@@ -624,7 +640,7 @@ void search_placement(const PlacementTask& task, double floor, double within, st
             search.start_from(slots);
             search.improve(near(floor), work);
             search.write(slots);
-            reached = search.cost();
+            if (!search.shares_copies()) reached = search.cost();
             if (reached <= near(floor)) return;
         }
     }
