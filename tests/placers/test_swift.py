@@ -72,6 +72,8 @@ def swift(load: NDArray[np.float64], old: list[list[int]], mean: float) -> list[
         filled = [sum(share[e] for e in row) for row in held]
     peak = max(filled)
     for _ in range(100):
+        # GPUs may mirror each other, and so may two swaps: rounding then decides, and not the rule.
+        assume((np.diff(sorted(filled)) > 1e-9 * peak).all())
         *others, top = sorted(range(gpus), key=lambda g: filled[g])
         peak = filled[top]
         for g in others:
@@ -82,7 +84,6 @@ def swift(load: NDArray[np.float64], old: list[list[int]], mean: float) -> list[
                 for a in sorted(held[top] - held[g] - got[top])
                 for b in sorted(held[g] - held[top] - got[g])
             ]
-            # Two swaps may mirror each other: rounding then decides, and not the rule.
             near = sorted(larger for larger, _, _ in swaps)[:2]
             assume(len(near) < 2 or near[1] - near[0] > 1e-9 * peak)
             larger, a, b = min(swaps, default=(peak, -1, -1))
