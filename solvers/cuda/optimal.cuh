@@ -21,7 +21,9 @@ struct Workspace {
     Fill fill[kMaxGpus];
     unsigned activated[kMaxGpus], level[kMaxGpus];
     unsigned seen[kMaxGpus / kWarp];
-    Candidate where[kMaxExperts];  // of the experts with a choice, in the layer's order; kNone: not live
+    // Where the experts with a choice are, in the layer's order; kNone: not live. Lane j % 32 alone reads and
+    // writes the j-th.
+    Candidate where[kMaxExperts];
 };
 
 template <class Count>
@@ -238,7 +240,6 @@ class Optimal {
             }
             const Candidate lowest = __reduce_min_sync(kAllLanes, from);
             if (from == lowest) shared_.where[expert] = there;
-            __syncwarp();
             to = gpu_of(lowest);
         }
     }

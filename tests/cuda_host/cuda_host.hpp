@@ -148,7 +148,8 @@ template <class T>
 T atomicMax(T* at, T value) {
     cuda_host::at_atomic();
     T seen = __atomic_load_n(at, __ATOMIC_RELAXED);
-    while (seen < value && !__atomic_compare_exchange_n(at, &seen, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    while (seen < value &&
+           !__atomic_compare_exchange_n(at, &seen, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
     }
     return seen;
 }

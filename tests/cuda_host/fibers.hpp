@@ -26,7 +26,8 @@ struct Fiber {
 class Block {
   public:
     // Runs the kernel for every thread of one block.
-    void run(unsigned threads, std::uint64_t seed, std::uint64_t most_switches, const std::function<void()>& kernel) {
+    void run(unsigned threads, std::uint64_t seed, std::uint64_t most_switches,
+             const std::function<void()>& kernel) {
         while (fibers_.size() < threads) fibers_.push_back(std::make_unique<Fiber>());
         threads_ = threads, random_ = seed * 2 + 1, switches_left_ = most_switches, kernel_ = &kernel;
         at_barrier_ = done_ = 0;
@@ -59,8 +60,7 @@ class Block {
             for (int l = 0; l < kLanes; ++l) {
                 if (!(mask >> l & 1)) continue;
                 Fiber& other = *fibers_[first + l];
-                for (int w = 0; w < kLanes; ++w)
-                    other.words[w] = mask >> w & 1 ? fibers_[first + w]->word : 0;
+                for (int w = 0; w < kLanes; ++w) other.words[w] = mask >> w & 1 ? fibers_[first + w]->word : 0;
                 other.waits = false;
                 if (first + l != current_) ready_.push_back(first + l);
             }

@@ -7,17 +7,17 @@
 #include "fibers.hpp"
 #endif
 
-#include "kernels.hpp"
-
 #include <cstdio>
 #include <tuple>
 #include <utility>
 
+#include "kernels.hpp"
+
 namespace {
 
 template <class... Args, std::size_t... I>
-void run(void (*kernel)(Args...), unsigned blocks, unsigned threads, std::uint64_t seed, std::uint64_t most_switches,
-         void** args, std::index_sequence<I...>) {
+void run(void (*kernel)(Args...), unsigned blocks, unsigned threads, std::uint64_t seed,
+         std::uint64_t most_switches, void** args, std::index_sequence<I...>) {
     blockDim.x = threads, gridDim.x = blocks;
     for (unsigned b = 0; b < blocks; ++b) {
         blockIdx.x = b;
@@ -26,16 +26,16 @@ void run(void (*kernel)(Args...), unsigned blocks, unsigned threads, std::uint64
 }
 
 template <class... Args>
-void run(void (*kernel)(Args...), unsigned blocks, unsigned threads, std::uint64_t seed, std::uint64_t most_switches,
-         void** args) {
+void run(void (*kernel)(Args...), unsigned blocks, unsigned threads, std::uint64_t seed,
+         std::uint64_t most_switches, void** args) {
     run(kernel, blocks, threads, seed, most_switches, args, std::index_sequence_for<Args...>());
 }
 
 }  // namespace
 
 // Returns what went wrong, or null.
-extern "C" const char* launch(const char* name, unsigned blocks, unsigned threads, std::uint64_t seed, std::uint64_t most_switches,
-                              void** args) {
+extern "C" const char* launch(const char* name, unsigned blocks, unsigned threads, std::uint64_t seed,
+                              std::uint64_t most_switches, void** args) {
     static std::string error;
     try {
 #define KERNEL(kernel) \
@@ -49,8 +49,8 @@ extern "C" const char* launch(const char* name, unsigned blocks, unsigned thread
 }
 
 #ifdef CUDA_HOST_THREADS
-// Takes a kernel and a file: blocks, threads, arguments, and for each whether it is an array, its bytes, and those bytes; all
-// numbers of 64 bits.
+// Takes a kernel and a file: blocks, threads, arguments, and for each whether it is an array, its bytes, and those
+// bytes; all numbers of 64 bits.
 int main(int, char** argv) {
     std::FILE* file = std::fopen(argv[2], "r+b");
     const auto number = [file] {

@@ -52,7 +52,9 @@ inline char fences;
 inline thread_local unsigned exchanges;
 inline thread_local Lanes taken;
 
-UNSEEN inline void bring(Warp& warp, std::uint64_t word) { warp.words[exchanges % 2][threadIdx.x % kLanes] = word; }
+UNSEEN inline void bring(Warp& warp, std::uint64_t word) {
+    warp.words[exchanges % 2][threadIdx.x % kLanes] = word;
+}
 UNSEEN inline void take(Warp& warp) {
     for (int lane = 0; lane < kLanes; ++lane) taken[lane] = warp.words[exchanges % 2][lane];
 }
