@@ -47,7 +47,7 @@ class Launch(NamedTuple):
 def metro_batched(
     shape: Shape, problems: int, tables: int, tokens: int, home: int, activated: int, makespan: int
 ) -> Launch:
-    """METRO's greedy router in the tables' order, a warp per problem.
+    """Route by METRO's greedy rule in the tables' order, a warp per problem.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ def metro_batched(
 def metro_locked(
     shape: Shape, problems: int, tables: int, tokens: int, home: int, activated: int, makespan: int
 ) -> Launch:
-    """METRO's Algorithm 1 with its locks, a thread per expert; parameters as `metro_batched`."""
+    """Route by METRO's Algorithm 1, a thread per expert; parameters as `metro_batched`."""
     threads = min(1024, -(-shape.experts // _WARP) * _WARP)
     args = (*_of_layers(shape, tables), tokens, home, activated, makespan)
     return Launch("metro_locked", problems, threads, args)
@@ -91,7 +91,7 @@ def optimal_batched(
     makespan: int,
     certificate: int,
 ) -> Launch:
-    """Fewest activated replicas on the fullest GPU, a warp per problem.
+    """Route with the fewest activated replicas on the fullest GPU, a warp per problem.
 
     Parameters are those of `metro_batched`, the tables made for ``"optimal"``, and `certificate`:
     uint32 ``[problems, words]``, written, the GPU set that proves the makespan, bit ``g % 32`` of
@@ -111,7 +111,7 @@ def route(
     counts: int,
     physical: int,
 ) -> Launch:
-    """From top-k ids to physical ids, a block per layer.
+    """Turn top-k ids into physical ids, a block per layer.
 
     Parameters
     ----------
@@ -152,7 +152,7 @@ def assign_shares(
     before: int,
     physical: int,
 ) -> Launch:
-    """A rank's part of experts that are split over slots, a block per layer.
+    """Assign a rank's part of experts that are split over slots, a block per layer.
 
     Parameters
     ----------

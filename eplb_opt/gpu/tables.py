@@ -72,9 +72,7 @@ class Shape:
         return -(-(4 * self.experts + self.words + 1 + self.slots) // 4) * 4
 
 
-def make_tables(
-    placement: Placement, method: str | RoutingMethod = "optimal"
-) -> NDArray[np.int32]:
+def make_tables(placement: Placement, method: str | RoutingMethod = "optimal") -> NDArray[np.int32]:
     """Prepare a placement for the kernels of a routing method.
 
     Parameters
@@ -120,7 +118,12 @@ def make_tables(
     low = np.where(count > 0, words[layer, np.minimum(first, shape.slots - 1)], -1)
     second = words[layer, np.minimum(first + 1, shape.slots - 1)]
     by_expert = np.stack(
-        [np.broadcast_to(np.arange(experts), low.shape), count, low, np.where(count == 2, second, first)],
+        [
+            np.broadcast_to(np.arange(experts), low.shape),
+            count,
+            low,
+            np.where(count == 2, second, first),
+        ],
         axis=-1,
     )
     filled = np.zeros((layers, shape.words * _LANES), np.bool_)

@@ -36,7 +36,9 @@ class HostLaunchError(Exception):
 class Fibers:
     """Kernels whose threads are fibers."""
 
-    def __init__(self, folder: Path, kernels: Sequence[str] = (), edits: Sequence[Edit] = ()) -> None:
+    def __init__(
+        self, folder: Path, kernels: Sequence[str] = (), edits: Sequence[Edit] = ()
+    ) -> None:
         library = folder / "fibers.so"
         build(library, ["-shared", "-fPIC"], kernels, edits)
         self._call = ctypes.CDLL(str(library)).launch
@@ -67,7 +69,9 @@ class Fibers:
 class Sanitized:
     """Kernels whose threads are threads, under ThreadSanitizer."""
 
-    def __init__(self, folder: Path, kernels: Sequence[str] = (), edits: Sequence[Edit] = ()) -> None:
+    def __init__(
+        self, folder: Path, kernels: Sequence[str] = (), edits: Sequence[Edit] = ()
+    ) -> None:
         self._folder = folder
         self._program = folder / "sanitized"
         flags = ["-fsanitize=thread", "-g1", "-DCUDA_HOST_THREADS", "-pthread"]

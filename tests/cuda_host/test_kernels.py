@@ -80,12 +80,14 @@ def prepared(
     tables = arrays.read(make_tables(placement, "metro" if method == "locked" else method))
     sizes = (count * shape.experts, count * shape.gpus, count)
     out = [arrays.write(size) for size in sizes]
-    args = (shape, count, tables, arrays.read(tokens), *out)
+    pointers = (tables, arrays.read(tokens), out[0], out[1], out[2])
     bits = arrays.write(count * shape.words, np.uint32)
     if method == "optimal":
-        launch = launches.optimal_batched(*args, bits)
+        launch = launches.optimal_batched(shape, count, *pointers, bits)
+    elif method == "locked":
+        launch = launches.metro_locked(shape, count, *pointers)
     else:
-        launch = (launches.metro_locked if method == "locked" else launches.metro_batched)(*args)
+        launch = launches.metro_batched(shape, count, *pointers)
 
     def read() -> Answer:
         home, activated, makespan = (arrays.written(p).reshape(*lead, -1) for p in out)
@@ -221,9 +223,7 @@ def test_schedules_differ(fibers: host_build.Fibers) -> None:
     """Which expert gets its lock first is up to the schedule, and shows in the answer."""
     placement = Placement([[0, 1], [0, 2]])
     tokens = np.array([1, 1, 0])
-    seen = {
-        tuple(solve(fibers, placement, tokens, "locked", seed).activated) for seed in range(20)
-    }
+    seen = {tuple(solve(fibers, placement, tokens, "locked", seed).activated) for seed in range(20)}
     assert seen == {(2, 0), (1, 1)}
 
 
@@ -242,9 +242,7 @@ def test_tokens_out_of_range_get_the_sentinel(
 
 
 @pytest.mark.parametrize("method", ["optimal", "metro", "locked"])
-def test_tokens_without_a_replica_get_the_sentinel(
-    fibers: host_build.Fibers, method: str
-) -> None:
+def test_tokens_without_a_replica_get_the_sentinel(fibers: host_build.Fibers, method: str) -> None:
     """Tokens of an expert that no GPU holds make the problem unsolvable."""
     placement = Placement([[0, -1], [0, 2]], allow_missing=True)
     answer = solve(fibers, placement, np.array([[1, 1, 0], [1, 0, 1]]), method)
@@ -494,7 +492,7 @@ def test_an_unreleased_lock_is_caught(tmp_path: Path) -> None:
 def test_a_missing_warp_barrier_is_caught(
     tmp_path: Path, draw_problem: Callable[..., Problem]
 ) -> None:
-    """The sanitizer sees a write that a warp exchange, which orders no memory, does not make safe."""
+    """The sanitizer sees a write that only a warp exchange, which orders nothing, follows."""
     _require_compiler()
     mutant = host_build.Sanitized(tmp_path, ["optimal_batched"], [MISSING_WARP_BARRIER])
     launch, arrays = small_launches(draw_problem)["optimal_batched"]
