@@ -108,23 +108,45 @@ class Optimal {
     // returns.
     template <int K>
     __device__ unsigned place(Fill (&fill)[K], const Demand& mine, int owner) const {
-        const unsigned holds = holders_in_lane(layer_, mine.expert, owner, lane_);
+        const Choice choice(mine.expert, owner);
         const long long tokens = __shfl_sync(kAllLanes, mine.tokens, owner);
-        Fill least = ~Fill{0};
+        const unsigned gpu = choice.candidates == 2 ? lesser(fill, gpu_of(choice.low), gpu_of(choice.next))
+                                                    : least(fill, choice.in_lane(layer_, lane_));
+#pragma unroll
+        for (int k = 0; k < K; ++k)
+            if (gpu == static_cast<unsigned>(k * kWarp + lane_)) fill[k] += fill_of(tokens);
+        return gpu;
+    }
+
+    // Of two GPUs: most experts with a choice have no more, and two exchanges side by side take less time
+    // than three reductions one after the other.
+    template <int K>
+    __device__ unsigned lesser(const Fill (&fill)[K], unsigned low, unsigned high) const {
+        const auto of = [&](unsigned gpu) {
+            Fill f = fill[0];
+#pragma unroll
+            for (int k = 1; k < K; ++k)
+                if (gpu / kWarp == static_cast<unsigned>(k)) f = fill[k];
+            return __shfl_sync(kAllLanes, f, static_cast<int>(gpu % kWarp));
+        };
+        const Fill of_low = of(low), of_high = of(high);
+        return of_high < of_low ? high : low;
+    }
+
+    // Of the GPUs that `holds` has the bits of.
+    template <int K>
+    __device__ unsigned least(const Fill (&fill)[K], unsigned holds) const {
+        Fill smallest = ~Fill{0};
         unsigned gpu = kNone;
 #pragma unroll
         for (int k = 0; k < K; ++k)
-            if (holds >> k & 1 && fill[k] < least) least = fill[k], gpu = k * kWarp + lane_;
+            if (holds >> k & 1 && fill[k] < smallest) smallest = fill[k], gpu = k * kWarp + lane_;
         // Word by word: there is a reduction of 32 bits only.
-        const auto high = static_cast<unsigned>(least >> 32);
+        const auto high = static_cast<unsigned>(smallest >> 32);
         const bool first = high == __reduce_min_sync(kAllLanes, high);
-        const unsigned low = first ? static_cast<unsigned>(least) : kNone;
+        const unsigned low = first ? static_cast<unsigned>(smallest) : kNone;
         const bool both = low == __reduce_min_sync(kAllLanes, low) && first;
-        const unsigned best = __reduce_min_sync(kAllLanes, both ? gpu : kNone);
-#pragma unroll
-        for (int k = 0; k < K; ++k)
-            if (best == static_cast<unsigned>(k * kWarp + lane_)) fill[k] += fill_of(tokens);
-        return best;
+        return __reduce_min_sync(kAllLanes, both ? gpu : kNone);
     }
 
     // The lowest of the GPUs with the most activated replicas.

@@ -127,20 +127,29 @@ __device__ void with_width(int gpus, Visit&& visit) {
         visit(Width<32>{});
 }
 
-// Which of a lane's GPUs an expert has candidates on, as bits.
-__device__ inline unsigned holders_in_lane(const Layer& layer, const Expert& mine, int owner, int lane) {
-    const int count = __shfl_sync(kAllLanes, mine.candidates, owner);
-    const unsigned low = __shfl_sync(kAllLanes, mine.low, owner);
-    const unsigned next = __shfl_sync(kAllLanes, mine.next, owner);
-    const auto bit = [lane](Candidate c) {
-        const unsigned gpu = gpu_of(c);
-        return static_cast<unsigned>(gpu % kWarp == static_cast<unsigned>(lane)) << (gpu / kWarp);
-    };
-    unsigned bits = bit(low);
-    if (count == 2) bits |= bit(next);
-    for (int i = 1; count > 2 && i < count; ++i) bits |= bit(layer.candidates[next + i]);
-    return bits;
-}
+// What all lanes must know of the expert that one of them has read.
+struct Choice {
+    int candidates;
+    Candidate low;
+    unsigned next;
+
+    __device__ Choice(const Expert& mine, int owner)
+        : candidates(__shfl_sync(kAllLanes, mine.candidates, owner)),
+          low(__shfl_sync(kAllLanes, mine.low, owner)),
+          next(__shfl_sync(kAllLanes, mine.next, owner)) {}
+
+    // Which of a lane's GPUs it has candidates on, as bits.
+    __device__ unsigned in_lane(const Layer& layer, int lane) const {
+        const auto bit = [lane](Candidate c) {
+            const unsigned gpu = gpu_of(c);
+            return static_cast<unsigned>(gpu % kWarp == static_cast<unsigned>(lane)) << (gpu / kWarp);
+        };
+        unsigned bits = bit(low);
+        if (candidates == 2) bits |= bit(next);
+        for (int i = 1; candidates > 2 && i < candidates; ++i) bits |= bit(layer.candidates[next + i]);
+        return bits;
+    }
+};
 
 // The candidate of an expert on a GPU, kNone if it has none there.
 __device__ inline Candidate candidate_on(const Layer& layer, const Expert& e, unsigned gpu) {
