@@ -112,6 +112,21 @@ def launch_of(
     )
 
 
+def on_stream(launch: Launch, of: torch.device) -> None:
+    """Put a launch on a device's current stream.
+
+    Raises
+    ------
+    SolverUnavailableError
+        The device is no GPU; the extra ``gpu`` or the driver is missing.
+    """
+    if of.type != "cuda":
+        raise SolverUnavailableError(f"the kernels need tensors on an NVIDIA GPU, not on {of}")
+    with torch.cuda.device(of):
+        stream = torch.cuda.current_stream()
+        device(stream.device.index).launch(launch, stream.cuda_stream)
+
+
 def _on_cuda(
     topk_ids: Tensor,
     tables: Tensor,
@@ -125,9 +140,7 @@ def _on_cuda(
     physical = torch.empty_like(topk_ids, dtype=torch.int32)
     if physical.numel():
         launch = launch_of(topk_ids, tables, shape, method, counts, physical)
-        with torch.cuda.device(topk_ids.device):
-            stream = torch.cuda.current_stream().cuda_stream
-            device(topk_ids.device.index).launch(launch, stream)
+        on_stream(launch, topk_ids.device)
     return physical
 
 
