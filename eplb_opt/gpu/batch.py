@@ -114,11 +114,19 @@ class Batch:
             )
         if tokens.device != self.home.device:
             raise InvalidTokensError(f"tokens are on {tokens.device}, not on {self.home.device}")
-        arrays = (self._tables, tokens, self.home, self.activated, self.makespan)
-        pointers = (self._shape, wanted[0], *(a.data_ptr() for a in arrays))
+        shape, problems = self._shape, wanted[0]
+        pointers = (
+            self._tables.data_ptr(),
+            tokens.data_ptr(),
+            self.home.data_ptr(),
+            self.activated.data_ptr(),
+            self.makespan.data_ptr(),
+        )
         if self._proves:
-            return launches.optimal_batched(*pointers, self._certificate.data_ptr())
-        return (launches.metro_locked if self._locked else launches.metro_batched)(*pointers)
+            certificate = self._certificate.data_ptr()
+            return launches.optimal_batched(shape, problems, *pointers, certificate)
+        metro = launches.metro_locked if self._locked else launches.metro_batched
+        return metro(shape, problems, *pointers)
 
     def solve(self, tokens: torch.Tensor) -> None:
         """Solve problems on the current stream, into this object's arrays.

@@ -42,13 +42,15 @@ __device__ bool solve_metro(const Layer& layer, const Count* tokens, int* home, 
     for (int begin = 0; begin < layer.num_experts; begin += kWarp) {
         const Demand mine = demands.take();
         bad |= mine.bad;
+        const unsigned packed = Choice::pack(mine.expert);
         unsigned chosen = gpu_of(mine.expert.low);
         const bool chooses = mine.expert.candidates > 1;
         unsigned forced[K];
         who_names(mine.live && !chooses, chosen, lane, forced);
         for (unsigned todo = __ballot_sync(kAllLanes, mine.live && chooses); todo != 0; todo &= todo - 1) {
             const int owner = __ffs(static_cast<int>(todo)) - 1;
-            const unsigned holds = Choice(mine.expert, owner).in_lane(layer, lane), before = (1u << owner) - 1;
+            const Choice choice(__shfl_sync(kAllLanes, packed, owner));
+            const unsigned holds = choice.in_lane(layer, mine.expert, owner, lane), before = (1u << owner) - 1;
             unsigned best = kNone;
 #pragma unroll
             for (int k = 0; k < K; ++k) {

@@ -108,10 +108,11 @@ class Optimal {
     // returns.
     template <int K>
     __device__ unsigned place(Fill (&fill)[K], const Demand& mine, int owner) const {
-        const Choice choice(mine.expert, owner);
+        const Choice choice(__shfl_sync(kAllLanes, Choice::pack(mine.expert), owner));
         const long long tokens = __shfl_sync(kAllLanes, mine.tokens, owner);
-        const unsigned gpu = choice.candidates == 2 ? lesser(fill, gpu_of(choice.low), gpu_of(choice.next))
-                                                    : least(fill, choice.in_lane(layer_, lane_));
+        const unsigned gpu = choice.candidates() == 2
+                                 ? lesser(fill, choice.low(), choice.high())
+                                 : least(fill, choice.in_lane(layer_, mine.expert, owner, lane_));
 #pragma unroll
         for (int k = 0; k < K; ++k)
             if (gpu == static_cast<unsigned>(k * kWarp + lane_)) fill[k] += fill_of(tokens);

@@ -127,28 +127,35 @@ __device__ void with_width(int gpus, Visit&& visit) {
         visit(Width<32>{});
 }
 
-// What all lanes must know of the expert that one of them has read.
-struct Choice {
-    int candidates;
-    Candidate low;
-    unsigned next;
+// What all lanes must know of the expert that one of them has read, if it has a choice: in one word, so that
+// one exchange tells them.
+class Choice {
+  public:
+    __device__ static unsigned pack(const Expert& e) {
+        const unsigned high = e.candidates == 2 ? gpu_of(e.next) : 0;
+        return static_cast<unsigned>(e.candidates) << 20 | high << 10 | gpu_of(e.low);
+    }
+    __device__ explicit Choice(unsigned packed) : packed_(packed) {}
 
-    __device__ Choice(const Expert& mine, int owner)
-        : candidates(__shfl_sync(kAllLanes, mine.candidates, owner)),
-          low(__shfl_sync(kAllLanes, mine.low, owner)),
-          next(__shfl_sync(kAllLanes, mine.next, owner)) {}
+    __device__ int candidates() const { return static_cast<int>(packed_ >> 20); }
+    __device__ unsigned low() const { return packed_ % kMaxGpus; }              // the first GPU that holds it,
+    __device__ unsigned high() const { return packed_ / kMaxGpus % kMaxGpus; }  // and the other of two
 
-    // Which of a lane's GPUs it has candidates on, as bits.
-    __device__ unsigned in_lane(const Layer& layer, int lane) const {
-        const auto bit = [lane](Candidate c) {
-            const unsigned gpu = gpu_of(c);
+    // Which of a lane's GPUs hold it, as bits. `mine` is the expert that the lane has read, `owner` the lane
+    // that has read this one.
+    __device__ unsigned in_lane(const Layer& layer, const Expert& mine, int owner, int lane) const {
+        const auto bit = [lane](unsigned gpu) {
             return static_cast<unsigned>(gpu % kWarp == static_cast<unsigned>(lane)) << (gpu / kWarp);
         };
-        unsigned bits = bit(low);
-        if (candidates == 2) bits |= bit(next);
-        for (int i = 1; candidates > 2 && i < candidates; ++i) bits |= bit(layer.candidates[next + i]);
+        unsigned bits = bit(low());
+        if (candidates() == 2) return bits | bit(high());
+        const unsigned first = __shfl_sync(kAllLanes, mine.next, owner);
+        for (int i = 1; i < candidates(); ++i) bits |= bit(gpu_of(layer.candidates[first + i]));
         return bits;
     }
+
+  private:
+    unsigned packed_;
 };
 
 // The candidate of an expert on a GPU, kNone if it has none there.

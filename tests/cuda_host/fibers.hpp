@@ -25,6 +25,8 @@ struct Fiber {
 
 class Block {
   public:
+    std::uint64_t exchanges = 0;
+
     // Runs the kernel for every thread of one block.
     void run(unsigned threads, std::uint64_t seed, std::uint64_t most_switches,
              const std::function<void()>& kernel) {
@@ -57,6 +59,7 @@ class Block {
                 fail("lanes of one mask in different exchanges");
         }
         if (all) {
+            ++exchanges;
             for (int l = 0; l < kLanes; ++l) {
                 if (!(mask >> l & 1)) continue;
                 Fiber& other = *fibers_[first + l];
@@ -157,6 +160,7 @@ void at_atomic() { block.take_turns(); }
 void fence() {}
 void fail(const std::string& what) { block.stop(what); }
 
+inline void begin_launch() { block.exchanges = 0; }
 inline void run_block(unsigned threads, std::uint64_t seed, std::uint64_t most_switches,
                       const std::function<void()>& kernel) {
     block.run(threads, seed, most_switches, kernel);

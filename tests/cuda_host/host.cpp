@@ -19,6 +19,7 @@ template <class... Args, std::size_t... I>
 void run(void (*kernel)(Args...), unsigned blocks, unsigned threads, std::uint64_t seed,
          std::uint64_t most_switches, void** args, std::index_sequence<I...>) {
     blockDim.x = threads, gridDim.x = blocks;
+    cuda_host::begin_launch();
     for (unsigned b = 0; b < blocks; ++b) {
         blockIdx.x = b;
         cuda_host::run_block(threads, seed + b, most_switches, [&] { kernel(*static_cast<Args*>(args[I])...); });
@@ -32,6 +33,11 @@ void run(void (*kernel)(Args...), unsigned blocks, unsigned threads, std::uint64
 }
 
 }  // namespace
+
+#ifndef CUDA_HOST_THREADS
+// Warp exchanges of the last launch.
+extern "C" std::uint64_t exchanges() { return cuda_host::block.exchanges; }
+#endif
 
 // Returns what went wrong, or null.
 extern "C" const char* launch(const char* name, unsigned blocks, unsigned threads, std::uint64_t seed,

@@ -41,8 +41,9 @@ class Fibers:
     ) -> None:
         library = folder / "fibers.so"
         build(library, ["-shared", "-fPIC"], kernels, edits)
-        self._call = ctypes.CDLL(str(library)).launch
-        self._call.restype = ctypes.c_char_p
+        loaded = ctypes.CDLL(str(library))
+        self._call, self._exchanges = loaded.launch, loaded.exchanges
+        self._call.restype, self._exchanges.restype = ctypes.c_char_p, ctypes.c_uint64
 
     def launch(self, launch: Launch, seed: int = 0, most_switches: int = MOST_SWITCHES) -> None:
         """Carry out a launch under the schedules of a seed.
@@ -64,6 +65,10 @@ class Fibers:
         )
         if error:
             raise HostLaunchError(error.decode())
+
+    def exchanges(self) -> int:
+        """Return the warp exchanges of the last launch."""
+        return int(self._exchanges())
 
 
 class Sanitized:
