@@ -20,20 +20,14 @@ from eplb_opt.demand import count_tokens
 from eplb_opt.gpu import launches
 from eplb_opt.gpu.tables import Shape, make_tables
 from eplb_opt.placement import Placement
+from eplb_opt.placing import solve_placement
 from eplb_opt.routing import Routing
 from eplb_opt.testing import Problem, problems
+from eplb_opt.trace import TokenTrace
 
 METHODS = ("optimal", "metro", "metro:order=random,seed=3", "metro:order=single-copy-first")
 GUARD = 4
 """Words behind every array written, which must stay as they are."""
-
-
-@pytest.fixture(scope="session")
-def fibers(tmp_path_factory: pytest.TempPathFactory) -> host_build.Fibers:
-    """Build all kernels with fibers."""
-    if host_build.compiler() is None:
-        pytest.skip("no C++ compiler: set CXX")
-    return host_build.Fibers(tmp_path_factory.mktemp("fibers"))
 
 
 class Arrays:
@@ -136,6 +130,24 @@ def require_same(answer: Answer, routing: Routing) -> None:
         np.testing.assert_array_equal(answer.certificate, routing.certificate)
 
 
+def require_greedy(answer: Answer, placement: Placement, tokens: NDArray[np.int64]) -> None:
+    """Require an answer that some order of the experts could have."""
+    gpus, live = placement.num_gpus, tokens > 0
+    assert ((answer.home >= 0) == live).all()
+    at = np.nonzero(live)
+    layer = at[-2] if placement.layered else 0
+    assert (placement.expert_of[layer, answer.home[live]] == at[-1]).all()
+    counted = [
+        np.bincount(home[home >= 0] // placement.slots_per_gpu, minlength=gpus)
+        for home in answer.home.reshape(-1, live.shape[-1])
+    ]
+    assert (answer.activated.reshape(-1, gpus) == counted).all()
+    assert (answer.makespan == answer.activated.max(axis=-1)).all()
+    # Azar, Naor, Rom 1995: in any order greedy is within this of the optimum.
+    best = solve_routing(placement, tokens).makespan
+    assert (answer.makespan <= (math.ceil(math.log2(gpus)) + 1) * best).all()
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_equals_the_cpu_at_any_size(
     fibers: host_build.Fibers, draw_problem: Callable[..., Problem], method: str
@@ -170,19 +182,22 @@ def test_equals_the_cpu_on_drawn_problems(fibers: host_build.Fibers, method: str
     check()
 
 
-@pytest.mark.parametrize("method", ["optimal", "metro"])
-def test_equals_the_cpu_on_recorded_traffic(
+@pytest.mark.parametrize("method", ["optimal", "metro", "locked"])
+def test_recorded_traffic(
     fibers: host_build.Fibers, real_problems: dict[str, Problem], method: str
 ) -> None:
-    """Some layers and a batch of everything recorded."""
+    """Some layers and a batch of everything recorded: the CPU's answers, or valid ones."""
     for name, problem in real_problems.items():
         every = -(-problem.placement.num_layers // 3)
         placement = Placement(
             problem.placement.slots[::every], problem.placement.num_experts, allow_missing=True
         )
-        tokens = problem.tokens.reshape(-1, *problem.tokens.shape[-2:])[0, ::every]
-        answer = solve(fibers, placement, np.ascontiguousarray(tokens), method, len(name))
-        require_same(answer, solve_routing(placement, tokens, method=method))
+        tokens = problem.tokens.reshape(-1, *problem.tokens.shape[-2:])[0, ::every].copy()
+        answer = solve(fibers, placement, tokens, method, len(name))
+        if method == "locked":
+            require_greedy(answer, placement, tokens)
+        else:
+            require_same(answer, solve_routing(placement, tokens, method=method))
 
 
 def test_long_paths_are_the_cpus(
@@ -205,18 +220,7 @@ def test_locked_is_a_greedy_answer_under_every_schedule(
         gpus = int(rng.integers(1, 12))
         problem = draw_problem(rng, gpus, 5, 3 * gpus, 1, 3)
         answer = solve(fibers, problem.placement, problem.tokens, "locked", seed)
-        live = problem.tokens > 0
-        assert ((answer.home >= 0) == live).all()
-        assert (problem.placement.expert_of[0, answer.home[live]] == np.nonzero(live)[-1]).all()
-        counted = [
-            np.bincount(home[home >= 0] // problem.placement.slots_per_gpu, minlength=gpus)
-            for home in answer.home.reshape(-1, live.shape[-1])
-        ]
-        assert (answer.activated.reshape(len(counted), -1) == counted).all()
-        best = solve_routing(problem.placement, problem.tokens).makespan
-        # Azar, Naor, Rom 1995: in any order greedy is within this of the optimum.
-        assert (answer.makespan <= (math.ceil(math.log2(gpus)) + 1) * best).all()
-        assert (answer.makespan == answer.activated.max(axis=-1)).all()
+        require_greedy(answer, problem.placement, problem.tokens)
 
 
 def test_schedules_differ(fibers: host_build.Fibers) -> None:
@@ -300,6 +304,22 @@ def test_fused_equals_solve_and_assign(
         routing = solve_routing(placement, count_tokens(ids, experts), method=method)
         physical = route(fibers, placement, ids.astype(dtype), method, seed=rows)
         np.testing.assert_array_equal(physical, routing.assign(ids))
+
+
+@pytest.mark.parametrize("method", ["optimal", "metro"])
+def test_fused_routes_recorded_batches(
+    fibers: host_build.Fibers, recorded_tokens: dict[str, TokenTrace], method: str
+) -> None:
+    """The experts that tokens of real models chose, some layers of a batch."""
+    for trace in recorded_tokens.values():
+        ids = trace.batches(min(trace.num_tokens, 64))[0, ::16]
+        slots = trace.num_experts * 3 // 2 // 8
+        load = count_tokens(ids, trace.num_experts)
+        placement = solve_placement(load, num_gpus=8, slots_per_gpu=slots).placement
+        routing = solve_routing(placement, load, method=method)
+        np.testing.assert_array_equal(
+            route(fibers, placement, ids.astype(np.int64), method), routing.assign(ids)
+        )
 
 
 @pytest.mark.parametrize("method", ["optimal", "metro"])

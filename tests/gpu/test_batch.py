@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import host_build
@@ -26,16 +25,14 @@ SMALL = Placement([[0, 1], [0, 2]])
     ("method", "locked"), [("optimal", False), ("metro", False), ("metro", True)]
 )
 def test_a_batch_is_one_launch(
-    tmp_path: Path, draw_problem: Callable[..., Problem], method: str, locked: bool
+    fibers: host_build.Fibers, draw_problem: Callable[..., Problem], method: str, locked: bool
 ) -> None:
     """Batches of layers are problems in a row; the optimum comes with its proof."""
-    if host_build.compiler() is None:
-        pytest.skip("no C++ compiler: set CXX")
     rng = np.random.default_rng(4)
     problem = draw_problem(rng, 6, 4, 16, 3, 5)
     batch = Batch(problem.placement, 15, method=method, locked=locked, device="cpu")
     launch = batch.launch(torch.from_numpy(problem.tokens))
-    host_build.Fibers(tmp_path, [launch.kernel]).launch(launch)
+    fibers.launch(launch)
     routing = solve_routing(problem.placement, problem.tokens, method=method)
     assert launch.blocks == 15
     if not locked:
