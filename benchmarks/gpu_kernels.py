@@ -25,8 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 import eplb_opt as eo
-from eplb_opt.gpu import Router
-from eplb_opt.gpu.batch import Batch
+from eplb_opt.gpu import Batch, Router
 from eplb_opt.gpu.launches import Launch
 from eplb_opt.gpu.operator import launch_of, on_stream
 from eplb_opt.gpu.tables import Shape

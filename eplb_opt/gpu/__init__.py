@@ -1,7 +1,8 @@
-"""Routing on the GPU: the kernels of ``solvers/cuda``, compiled where they run, and a torch module.
+"""Routing on the GPU: the kernels of ``solvers/cuda``, compiled where they run, for torch.
 
-`Router` needs torch, and with CUDA tensors the extra ``gpu``; nothing is compiled or loaded before
-the first call.
+`Router` is a module for a model's forward pass, `Batch` solves recorded problems in one launch.
+They need torch, and with CUDA tensors the extra ``gpu``. Nothing is compiled before the first
+launch.
 """
 
 from __future__ import annotations
@@ -9,12 +10,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from eplb_opt.gpu.batch import Batch
     from eplb_opt.gpu.router import Router
 
-__all__ = ["Router"]
+__all__ = ["Batch", "Router"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "Batch":
+        from eplb_opt.gpu.batch import Batch
+
+        return Batch
     if name == "Router":
         from eplb_opt.gpu.router import Router
 

@@ -218,13 +218,6 @@ def _checked(
             f"tables must be int32 [layers, {shape.row}] for {gpus} GPUs, {slots_per_gpu} slots "
             f"per GPU and {experts} experts, not {tables.dtype} of shape {tuple(tables.shape)}"
         )
-    if topk_ids.dtype not in (torch.int32, torch.int64):
-        raise InvalidTokensError(f"topk_ids must be int32 or int64, not {topk_ids.dtype}")
-    if layers != 1 and (topk_ids.ndim == 0 or topk_ids.shape[0] != layers):
-        raise InvalidTokensError(
-            f"topk_ids must be [{layers}, ...] for {layers} layers, "
-            f"not of shape {tuple(topk_ids.shape)}"
-        )
     if counts is not None and (
         counts.dtype != torch.int32 or tuple(counts.shape) != (layers, experts)
     ):
@@ -232,14 +225,43 @@ def _checked(
             f"counts must be int32 [{layers}, {experts}], not {counts.dtype} of shape "
             f"{tuple(counts.shape)}"
         )
-    for name, tensor in (("topk_ids", topk_ids), ("tables", tables), ("counts", counts)):
-        if tensor is None:
-            continue
-        if not tensor.is_contiguous():
-            raise InvalidTokensError(f"{name} must be contiguous, not of strides {tensor.stride()}")
-        if tensor.device != topk_ids.device:
-            raise InvalidTokensError(f"{name} is on {tensor.device}, topk_ids on {topk_ids.device}")
+    check_ids(topk_ids, layers)
+    check_placed("tables", tables, topk_ids.device)
+    if counts is not None:
+        check_placed("counts", counts, topk_ids.device)
     return shape
+
+
+def check_ids(topk_ids: Tensor, layers: int) -> None:
+    """Require contiguous int32 or int64 ids, ``[layers, ...]`` if there are several layers.
+
+    Raises
+    ------
+    InvalidTokensError
+        They are not.
+    """
+    if topk_ids.dtype not in (torch.int32, torch.int64):
+        raise InvalidTokensError(f"topk_ids must be int32 or int64, not {topk_ids.dtype}")
+    if layers != 1 and (topk_ids.ndim == 0 or topk_ids.shape[0] != layers):
+        raise InvalidTokensError(
+            f"topk_ids must be [{layers}, ...] for {layers} layers, "
+            f"not of shape {tuple(topk_ids.shape)}"
+        )
+    check_placed("topk_ids", topk_ids, topk_ids.device)
+
+
+def check_placed(name: str, tensor: Tensor, beside: torch.device) -> None:
+    """Require a contiguous tensor on a device.
+
+    Raises
+    ------
+    InvalidTokensError
+        It is not.
+    """
+    if not tensor.is_contiguous():
+        raise InvalidTokensError(f"{name} must be contiguous, not of strides {tensor.stride()}")
+    if tensor.device != beside:
+        raise InvalidTokensError(f"{name} is on {tensor.device}, topk_ids on {beside}")
 
 
 torch.library.define(

@@ -354,43 +354,6 @@ def test_ids_that_nobody_serves_get_the_sentinel(fibers: host_build.Fibers, meth
     ]
 
 
-def test_ranks_share_split_experts_to_the_token(
-    fibers: host_build.Fibers,
-    draw_problem: Callable[..., Problem],
-    draw_ids: Callable[..., NDArray[np.int64]],
-) -> None:
-    """Each rank's part of experts split over slots is its part of the whole batch's assignment."""
-    rng = np.random.default_rng(9)
-    for rows in (1, 40, 300):
-        placement = draw_problem(rng, 8, 5, 24, 2, 1).placement
-        ids = draw_ids(rng, placement, (), (3, rows, 4))
-        by_rank = np.stack([count_tokens(ids[:, r], 24) for r in range(3)])
-        routing = solve_routing(placement, by_rank.sum(axis=0), objective="tokens")
-        whole = routing.assign(ids)
-        table = placement.logical_to_physical
-        flat = routing.tokens.reshape(2, -1)
-        shares = np.where(table >= 0, flat[np.arange(2)[:, None, None], np.maximum(table, 0)], 0)
-        for rank in range(3):
-            arrays = Arrays()
-            physical = arrays.write(ids[:, rank].size)
-            launch = launches.assign_shares(
-                2,
-                24,
-                table.shape[-1],
-                arrays.read(ids[:, rank]),
-                8,
-                rows * 4,
-                arrays.read(table),
-                arrays.read(shares.astype(np.int32)),
-                arrays.read(by_rank[:rank].sum(axis=0).astype(np.int32)),
-                physical,
-            )
-            fibers.launch(launch, rows + rank)
-            np.testing.assert_array_equal(
-                arrays.written(physical).reshape(ids[:, rank].shape), whole[:, rank]
-            )
-
-
 def small_launches(
     draw_problem: Callable[..., Problem],
 ) -> dict[str, tuple[launches.Launch, Arrays]]:

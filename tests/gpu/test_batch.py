@@ -16,7 +16,7 @@ from eplb_opt.testing import Problem
 
 torch = pytest.importorskip("torch")
 
-from eplb_opt.gpu.batch import Batch  # noqa: E402
+from eplb_opt.gpu import Batch  # noqa: E402
 
 SMALL = Placement([[0, 1], [0, 2]])
 
