@@ -1,4 +1,4 @@
-"""The command line: ``eplb-opt gap | regime | place | route | validate | convert | presets``."""
+"""The command line: ``eplb-opt gap | regime | place | route | convert | ...``."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from eplb_opt.formats.placements import (
     write_placement,
 )
 from eplb_opt.gap import default_methods, local_batches, moe_layers, optimality_gap
+from eplb_opt.gpu.compiling import ARCHITECTURES, kernel_files, usage
 from eplb_opt.measure import Split
 from eplb_opt.metrics import PlacementMetrics
 from eplb_opt.objective import Objective
@@ -46,6 +47,7 @@ from eplb_opt.regime import regime_map
 from eplb_opt.report import (
     many,
     print_comparison,
+    print_kernels,
     print_placement,
     print_presets,
     print_regimes,
@@ -1040,6 +1042,41 @@ def _convert_trace(file: Path, out: Path, batch: int | None) -> None:
 def presets() -> None:
     """List the models, objectives, routing methods and placement methods."""
     print_presets()
+
+
+gpu = typer.Typer(help="The CUDA kernels; needs the extra gpu.", no_args_is_help=True)
+app.add_typer(gpu, name="gpu")
+
+
+@gpu.callback()
+def _gpu() -> None:
+    """Make `compile` a command by name, as others to come."""
+
+
+@gpu.command(
+    "compile",
+    epilog="Example:\n\n  eplb-opt gpu compile --arch sm_90 --cache kernels\n\n"
+    "A machine finds them by EPLB_OPT_CACHE=kernels.",
+)
+def compile_kernels(
+    arch: Annotated[
+        str, typer.Option(metavar="ARCH,ARCH,...", help="GPU architectures, sm_80 or newer.")
+    ] = ",".join(ARCHITECTURES),
+    cache: Annotated[
+        Path | None,
+        typer.Option(
+            file_okay=False,
+            show_default="EPLB_OPT_CACHE, or ~/.cache/eplb-opt",
+            help="Folder to keep them in.",
+        ),
+    ] = None,
+) -> None:
+    """Compile the CUDA kernels ahead of time, without a GPU, and say what each takes of one."""
+    found = [u for a in arch.split(",") for file in kernel_files() for u in usage(file, a, cache)]
+    print_kernels(found)
+    spilling = [f"{u.kernel} for {u.arch}" for u in found if u.spilled_bytes]
+    if spilling:
+        raise EplbError(f"registers find no room in {', '.join(spilling)}")
 
 
 # What the commands read

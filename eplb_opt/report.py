@@ -19,6 +19,7 @@ from rich.text import Text
 
 from eplb_opt.comparison import ComparedPlan, PlacementComparison
 from eplb_opt.gap import GapRow, GapStudy
+from eplb_opt.gpu.compiling import Usage
 from eplb_opt.measure import Measure, Split
 from eplb_opt.objective import OBJECTIVES
 from eplb_opt.placement import EMPTY, Placement
@@ -33,6 +34,7 @@ from eplb_opt.workload import MODEL_SHAPES
 __all__ = [
     "many",
     "print_comparison",
+    "print_kernels",
     "print_placement",
     "print_presets",
     "print_regimes",
@@ -40,6 +42,16 @@ __all__ = [
     "print_study",
     "print_trace",
 ]
+
+
+def print_kernels(usages: Sequence[Usage]) -> None:
+    """Print what compiled kernels take of a GPU."""
+    headers = ("kernel", "for", "registers", "shared memory", "instructions", "spilled")
+    table = _table("CUDA kernels", *headers, left=2)
+    for u in usages:
+        counts = (u.registers, u.shared_bytes, u.instructions, u.spilled_bytes)
+        table.add_row(u.kernel, u.arch, *map(str, counts))
+    _console().print(table)
 
 
 def print_presets() -> None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import host_build
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -219,6 +220,14 @@ def draw_line() -> Callable[..., Problem]:
         return Problem(Placement(slots, homes.size), counts * live)
 
     return draw
+
+
+@pytest.fixture(scope="session")
+def fibers(tmp_path_factory: pytest.TempPathFactory) -> host_build.Fibers:
+    """Build the CUDA kernels as host C++, their threads as fibers; skip without a compiler."""
+    if host_build.compiler() is None:
+        pytest.skip("no C++ compiler: set CXX")
+    return host_build.Fibers(tmp_path_factory.mktemp("fibers"))
 
 
 def draw_batches(

@@ -96,7 +96,7 @@ class Metro:
         ValueError
             If an order of one's own does not hold every expert once.
         """
-        core, order = placement.core, self._orders(placement)
+        core, order = placement.core, self.orders(placement)
         counts_activations = objective.counts_activations
 
         def solve(tokens: NDArray[np.int64], out: Routing, _: Context) -> None:
@@ -108,7 +108,7 @@ class Metro:
 
         return solve
 
-    def _orders(self, placement: Placement) -> NDArray[np.int32] | None:
+    def orders(self, placement: Placement) -> NDArray[np.int32] | None:
         """Return int32 [layers, experts], or None for ascending ids, which need no table."""
         layers, experts = placement.num_layers, placement.num_experts
         if self.order == "expert":
