@@ -19,6 +19,7 @@ from eplb_opt.placers.base import (
 )
 from eplb_opt.placers.deepseek import DeepSeek
 from eplb_opt.placers.flashlb import FlashLb
+from eplb_opt.placers.routing_aware import RoutingAware
 from eplb_opt.placers.swift import Swift
 from eplb_opt.placers.trtllm import TrtLlm
 
@@ -32,6 +33,7 @@ __all__ = [
     "PlacementMethod",
     "PlacementProblem",
     "PlacerTraits",
+    "RoutingAware",
     "Swift",
     "TrtLlm",
     "first_placement",
@@ -47,6 +49,7 @@ _METHODS: Mapping[str, type[Any]] = MappingProxyType(
         "ascend-default": AscendDefault,
         "swift": Swift,
         "flashlb": FlashLb,
+        "routing-aware": RoutingAware,
     }
 )
 
