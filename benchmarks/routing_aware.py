@@ -1,15 +1,16 @@
 """How far `routing-aware` placements close the gap between EPLB's and the floor of every batch.
 
-    python benchmarks/routing_aware.py                     # synthetic DeepSeek-V3 decode traffic
-    python benchmarks/routing_aware.py FILE --judge OTHER  # recorded loads; judged on another file's
-    python benchmarks/routing_aware.py --routes FILE.npz   # recorded tokens, split by generation
+    python benchmarks/routing_aware.py                     # recorded counts or synthetic traffic
+    python benchmarks/routing_aware.py FILE --judge OTHER  # placed by FILE, judged on OTHER's loads
+    python benchmarks/routing_aware.py --routes FILE.npz   # also recorded tokens, by generation
     python benchmarks/routing_aware.py --quick             # 8 layers, fewer batches
 
-Without FILE it takes SGLang's published decode counts where ``../shared/data`` holds them. Batches are
-drawn anew from the loads, token by token, and routed with proven fewest activations. Printed in
-Markdown: mean makespans over layers and held-out batches, and the closure, (EPLB - ours) / (EPLB -
-floor), where a batch's floor is its live experts over the GPUs, rounded up. The bound holds for
-placements with equally many single-copy experts per GPU, see `least_above_floor`.
+Without FILE it takes SGLang's published decode counts where ``../shared/data`` holds them, else the
+popularity of `Workload.preset`. Batches are drawn anew from the loads, token by token, and routed
+with the proven fewest activations. Printed in Markdown: mean makespans over layers and held-out
+batches, and the closure, (EPLB - ours) / (EPLB - floor), where a batch's floor is its live experts
+over the GPUs, rounded up. The bound holds for placements with equally many single-copy experts per
+GPU, see `least_above_floor`.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def read_load(file: Path) -> NDArray[np.int64]:
 
 
 def draw(load: NDArray[np.float64], tokens: int, batches: int, seed: int) -> NDArray[np.int64]:
-    """Draw batches of tokens whose experts follow the load: int64 ``[batches, layers, experts]``."""
+    """Draw batches by popularity: int64 ``[batches, layers, experts]``."""
     workload = eo.Workload.from_load(load, TOP_K, correlation=0, seed=seed)
     return count_tokens(workload.draw(tokens, batches), load.shape[-1])
 
@@ -72,14 +73,14 @@ def floor_of(batches: NDArray[np.int64], gpus: int) -> NDArray[np.int64]:
 def least_above_floor(batches: NDArray[np.int64], gpus: int, redundant: int) -> float:
     """Return how far above the floor the mean makespan of even placements is, at least.
 
-    Even: all GPUs have equally many experts with a single copy. R redundant slots leave E - R of them
-    or more; let that be t + 1 per GPU. A GPU whose t + 1 are live together is above level t. The sum
-    of these chances over GPUs is least where they are equal (inequality of the means): G times a, the
-    geometric mean taken over the E - R coldest experts. Live experts are negatively associated (tokens
-    are independent, each draws distinct experts), so that all GPUs are spared with (1 - a)^G at most.
-    The batches whose floor is above t anyway are taken off again. Where E - R is not G (t + 1) for a
-    floor t that occurs, 0. With uneven numbers of single copies more can be live on some GPUs and
-    fewer on others; the cavity method prefers even ones, but that is no proof.
+    Even: all GPUs have equally many experts with a single copy. R redundant slots leave E - R of
+    them or more; let that be t + 1 per GPU. A GPU whose t + 1 are live together is above level t.
+    The sum of these chances over GPUs is least where they are equal (inequality of the means): G
+    times a, the geometric mean over the E - R coldest experts. Live experts are negatively
+    associated (tokens are independent, each draws distinct ones), so that all GPUs are spared with
+    (1 - a)^G at most. The batches whose floor is above t anyway are taken off again. Where E - R is
+    not G (t + 1) for a floor t that occurs, 0. With uneven numbers of single copies some GPUs are
+    above their level more often and others less, for which this is no proof.
     """
     live = (batches > 0).mean(axis=0)
     experts = live.shape[-1]
@@ -133,8 +134,8 @@ def by_loads(
         bound = floor + (least_above_floor(held_out, gpus, redundant) if bounds else 0)
         old, new = makespan(eplb, held_out), makespan(ours, held_out)
         print(
-            f"| {gpus} | {redundant} | {tokens} | {floor:.3f} | {bound:.3f} | {old:.3f} | {new:.3f} "
-            f"| {closure(old, new, floor):.3f} | {target:.2f} | {spent:.0f} |",
+            f"| {gpus} | {redundant} | {tokens} | {floor:.3f} | {bound:.3f} | {old:.3f} "
+            f"| {new:.3f} | {closure(old, new, floor):.3f} | {target:.2f} | {spent:.0f} |",
             flush=True,
         )
 
@@ -159,7 +160,8 @@ def by_routes(file: Path, layers: int | None) -> None:
     floor = float(floor_of(held_out, 8).mean())
     old, new = makespan(eplb, held_out), makespan(ours, held_out)
     print(
-        "\n| recorded tokens | batches seen, unseen | floor | EPLB | ours | closure | target | ms a layer |"
+        "\n| recorded tokens | batches seen, unseen | floor | EPLB | ours | closure | target "
+        "| ms a layer |"
     )
     print("|---|---|---|---|---|---|---|---|")
     print(

@@ -17,6 +17,7 @@ from eplb_opt.routers.makespan import core_pricing
 from eplb_opt.workload import Workload
 
 _ACTIVATIONS, _TOKENS = Objective.of("activations"), Objective.of("tokens")
+_PER_SLOT = 8  # batches, for a placement not to be fitted to chance
 _DRAWN = 48  # batches per layer, where loads are given and the objective needs batches
 _MOST_DRAWN = 2**18  # tokens of a batch that is drawn, token by token
 
@@ -39,12 +40,12 @@ class RoutingAware:
     where sets are too many (``solvers/cpp/hall.hpp``, ``cavity.hpp``).
 
     Without it, every window is a recorded batch of integer token counts. Chances and covariances
-    are then as counted, and a second annealing works on the optimal routings of three quarters of
-    the batches, repaired after every swap (``batch_annealing.hpp``); what it finds is kept if it
-    lowers the makespan of the last quarter too.
+    are then as counted. Given 8 batches per slot or more, a second annealing works on their optimal
+    routings, repaired after every swap (``batch_annealing.hpp``); fewer would be fitted to chance.
 
-    Any other objective is annealed on batches alone, solved anew after every swap by `flow` or a
-    short `makespan` search; from loads, 48 are drawn per layer.
+    Any other objective is annealed on batches, solved anew after every swap by `flow` or a short
+    `makespan` search, from that placement or from a packing by tokens, whichever is faster; from
+    loads, 48 batches are drawn per layer.
 
     Never two copies of an expert on one GPU: slots stay empty where that leaves nothing to hold.
     Slots that are empty in a previous placement do too. Nodes and groups are not heeded, as the
@@ -53,8 +54,8 @@ class RoutingAware:
     Parameters
     ----------
     work
-        How long a layer is annealed on batches: batches routed and GPUs searched, a few million a
-        second; a hundredth as many batches solved for other objectives. 0 leaves that out.
+        How long a layer is annealed on batches: batches rerouted and GPUs searched, some ten
+        million a second; a hundredth as many batches solved for other objectives. 0: not at all.
 
     Raises
     ------
@@ -66,7 +67,7 @@ class RoutingAware:
     Notes
     -----
     With P slots, S of them on a GPU, and t the floor: 50 P swaps (16,000 at most) at
-    O(2**GPUs + sets changed) on up to 8 GPUs, else O(S t + S²), and O(P t) for every eighth swap
+    O(2**GPUs + sets changed) on up to 8 GPUs, else O(S t + S²), and O(P t) for every third swap
     made. Memory O(experts² + GPUs²), with batches also O(batches x experts), per thread.
 
     Examples
@@ -87,7 +88,7 @@ class RoutingAware:
         takes=frozenset({"tokens_per_batch", "objective"}),
     )
 
-    work: int = 5_000_000
+    work: int = 20_000_000
 
     def __post_init__(self) -> None:
         if self.work < 0:
@@ -116,12 +117,13 @@ class RoutingAware:
                 recorded = _drawn(load, batches.tokens, batches.top_k)
         if recorded is not None and self.work:
             if objective == _ACTIVATIONS:
-                _core.anneal_activations(recorded, self.work, threads, slots)
+                if recorded.shape[1] >= _PER_SLOT * slots[0].size:
+                    _core.anneal_activations(recorded, self.work, threads, slots)
             else:
                 priced = objective != _TOKENS
                 pricing = core_pricing(objective, problem.num_gpus) if priced else None
                 work = max(1, self.work // 100)
-                _core.anneal_objective(recorded, work, threads, slots, pricing)
+                _core.anneal_objective(recorded, room, work, threads, slots, pricing)
         heeds = problem.num_nodes == problem.num_groups == 1
         return Placed(slots, "" if heeds else "nodes and groups are not heeded")
 

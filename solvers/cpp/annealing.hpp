@@ -146,7 +146,8 @@ struct Cooling {
 
 // Swaps slots until `done(proposals made)`, rising, is 1; `judge` prices them:
 //   cost() of the layout, try_swap(i, j) -> cost, accept() or reject() what was tried.
-// Leaves the cheapest layout that was seen, as the judge saw it.
+// Leaves the cheapest layout that was seen or, where the judge's costs are not exact (kExact), the last: what
+// seems cheapest is then what is most underrated.
 template <class Judge, class Done>
 void anneal(Layout& layout, Judge& judge, const Cooling& cooling, Draws& draws, Done&& done) {
     double cost = judge.cost(), least = cost;
@@ -162,12 +163,12 @@ void anneal(Layout& layout, Judge& judge, const Cooling& cooling, Draws& draws, 
         }
         judge.accept();
         cost = judge.cost();
-        if (cost < least) {
+        if (Judge::kExact && cost < least) {
             least = cost;
             std::copy(layout.slots().begin(), layout.slots().end(), best.begin());
         }
     }
-    layout.restore(best);
+    if (Judge::kExact) layout.restore(best);
 }
 
 }  // namespace eplb

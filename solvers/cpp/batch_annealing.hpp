@@ -6,8 +6,8 @@
 // most L - 2, until there is none. What is above t then is the fewest that can be. The cost of a batch is its
 // makespan less t, and kDeficiency for each activation above t, which tells nearly good from bad.
 // SolvedBatches judges any other objective by solving the batches with a live swapped expert anew.
-// Both answer in means over batches, and count the work they do: batches looked at and GPUs searched, or
-// batches solved.
+// Both answer in means over batches, and count the work they do: batches changed (more on many GPUs) and GPUs
+// searched, or batches solved.
 #pragma once
 
 #include <algorithm>
@@ -29,6 +29,8 @@ namespace eplb {
 template <int W>
 class RoutedBatches {
   public:
+    static constexpr bool kExact = true;
+
     // `tokens` is [batches, experts]; every live expert has a slot.
     RoutedBatches(Layout& layout, std::span<const std::int64_t> tokens)
         : layout_(layout),
@@ -57,6 +59,8 @@ class RoutedBatches {
     }
 
     double cost() const { return cost_ / static_cast<double>(batches_); }
+    // Below this every batch is at its floor.
+    double least_cost() const { return 0.5 * kDeficiency / static_cast<double>(batches_); }
     std::int64_t work() const { return work_; }
     // The mean over batches of the fullest GPU's activated replicas.
     double makespan() const {
@@ -80,7 +84,7 @@ class RoutedBatches {
             if (e_leaves) put(b, e);
             if (f_leaves) put(b, f);
             repair(b);
-            ++work_;
+            work_ += 1 + gpus() / 16;
             const double price = price_of(b);
             if (price == price_[b]) continue;
             prices_.push_back({b, price_[b]});
@@ -224,6 +228,8 @@ class RoutedBatches {
 template <class Solve>
 class SolvedBatches {
   public:
+    static constexpr bool kExact = true;
+
     SolvedBatches(Layout& layout, std::span<const std::int64_t> tokens, Solve solve)
         : layout_(layout), tokens_(tokens), price_(tokens.size() / layout.experts()), solve_(std::move(solve)) {
         price([](const std::int64_t*) { return true; });
@@ -231,6 +237,7 @@ class SolvedBatches {
     }
 
     double cost() const { return cost_ / static_cast<double>(price_.size()); }
+    double least_cost() const { return 0; }
     double makespan() const { return cost(); }
     std::int64_t work() const { return work_; }
 

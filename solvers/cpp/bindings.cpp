@@ -582,20 +582,23 @@ void anneal_activations(Tokens tokens, std::int64_t work, int threads, Slots slo
     with_words(gpus, [&]<int W>() {
         each_layer_alone(tokens.shape(0), threads, [&](std::size_t l) {
             place_for_batches(
-                batches_of(tokens, l), experts, gpus, Cooling{2e-3, 2e-5}, work, slots_of(slots, l),
+                batches_of(tokens, l), gpus, Cooling{1e-2, 1e-4}, work, experts, slots_of(slots, l),
                 [](Layout& layout, std::span<const std::int64_t> of) { return RoutedBatches<W>(layout, of); });
         });
     });
 }
 
-// Of any objective; without a pricing, of tokens alone.
-void anneal_objective(Tokens tokens, std::int64_t work, int threads, Slots slots, const Pricing* pricing) {
+// Of any objective; without a pricing, of tokens alone. Starts from `slots`, or from a packing by tokens where
+// that is faster.
+void anneal_objective(Tokens tokens, Rooms room, std::int64_t work, int threads, Slots slots,
+                      const Pricing* pricing) {
     constexpr std::int64_t kRoutingWork = 500;
     require_batches(tokens, slots);
     require_experts(slots, tokens.shape(2));
     const auto experts = static_cast<std::int32_t>(tokens.shape(2)),
                gpus = static_cast<std::int32_t>(slots.shape(1));
     require(!pricing || pricing->gpus() == gpus, "one slowness per GPU");
+    require_room(tokens.shape(2), room, slots);
     with_words(gpus, [&]<int W>() {
         const auto solve = [&](const Layer& layer, const std::int64_t* of) {
             thread_local std::vector<std::int64_t> routed;
@@ -614,10 +617,22 @@ void anneal_objective(Tokens tokens, std::int64_t work, int threads, Slots slots
                 return SolvedBatches(layout, of, solve);
             };
             const auto out = slots_of(slots, l);
-            Layout layout(out, gpus, experts);
-            const double start = make(layout, batches_of(tokens, l)).makespan();
-            place_for_batches(batches_of(tokens, l), experts, gpus, Cooling{1e-3 * start, 1e-5 * start}, work, out,
-                              make);
+            const auto of_layer = batches_of(tokens, l);
+            const auto makespan = [&](std::span<std::int32_t> of) {
+                Layout layout(of, gpus, experts);
+                return make(layout, of_layer).makespan();
+            };
+            std::vector<double> load(experts, 0.0);
+            for (std::size_t i = 0; i < of_layer.size(); ++i)
+                load[i % experts] += static_cast<double>(of_layer[i]);
+            std::vector<std::int32_t> by_tokens(out.size());
+            place_apart(load, room_of(room, l), by_tokens);
+            double start = makespan(out);
+            if (const double packed = makespan(by_tokens); packed < start) {
+                start = packed;
+                std::copy(by_tokens.begin(), by_tokens.end(), out.begin());
+            }
+            place_for_batches(of_layer, gpus, Cooling{1e-3 * start, 1e-5 * start}, work, experts, out, make);
         });
     });
 }
@@ -672,6 +687,6 @@ NB_MODULE(_core, m) {
           "threads"_a, "slots"_a.noconvert());
     m.def("anneal_activations", &anneal_activations, "tokens"_a.noconvert(), "work"_a, "threads"_a,
           "slots"_a.noconvert());
-    m.def("anneal_objective", &anneal_objective, "tokens"_a.noconvert(), "work"_a, "threads"_a,
-          "slots"_a.noconvert(), "pricing"_a.none());
+    m.def("anneal_objective", &anneal_objective, "tokens"_a.noconvert(), "room"_a.noconvert(), "work"_a,
+          "threads"_a, "slots"_a.noconvert(), "pricing"_a.none());
 }

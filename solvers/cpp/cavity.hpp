@@ -66,6 +66,8 @@ struct Lanes {
 
 class CavityJudge {
   public:
+    static constexpr bool kExact = false;  // swaps are judged by chances that are out of date by a little
+
     CavityJudge(const Liveness& of, Layout& layout)
         : layout_(layout),
           live_(layout.experts()),
@@ -88,13 +90,22 @@ class CavityJudge {
         behind_.resize(before_.size());
         for (std::int32_t e = 0; e < layout.experts(); ++e) link(e, 1);
         converge();
-        square_price_ = kSquare * violated(chance_) * violated(chance_);
+        square_price_ = kSquare * above() * above();
         cycles_ = 0;
         for (std::int32_t e = 0; e < layout.experts(); ++e) link(e, -1);
         for (std::int32_t e = 0; e < layout.experts(); ++e) cycles_ += cycles_of(e), link(e, 1);
     }
 
-    double cost() const { return violated(chance_) + cycles_; }
+    // In steps of the longest loop: counts of every replica that has others, once a GPU.
+    std::int64_t work_per_swap() const {
+        std::int64_t several = 0;
+        for (std::int32_t e = 0; e < layout_.experts(); ++e)
+            if (layout_.copies(e) > 1) several += layout_.copies(e);
+        return 1 + several * (highest_ + 1) / layout_.gpus();
+    }
+    double cost() const { return above() + cycles_; }
+    // The chance of a batch above its floor, but for cycles.
+    double above() const { return violated(chance_); }
 
     double try_swap(std::int32_t i, std::int32_t j) {
         tried_ = {i, j};
@@ -151,8 +162,8 @@ class CavityJudge {
     }
 
   private:
-    static constexpr int kSweeps = 30, kEvery = 8;
-    static constexpr double kPair = 0.02, kTriangle = 0.005, kSquare = 0.01;
+    static constexpr int kSweeps = 30, kEvery = 3;
+    static constexpr double kPair = 0.1, kTriangle = 0.02, kSquare = 0.03;
 
     struct Joined {
         Lanes fits, full;
