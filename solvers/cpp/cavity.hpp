@@ -88,11 +88,8 @@ class CavityJudge {
         counts_.resize(highest_ + 1);
         before_.resize(static_cast<std::size_t>(layout.width() + 1) * (highest_ + 1));
         behind_.resize(before_.size());
-        for (std::int32_t e = 0; e < layout.experts(); ++e) link(e, 1);
         converge();
-        square_price_ = kSquare * above() * above();
-        cycles_ = 0;
-        for (std::int32_t e = 0; e < layout.experts(); ++e) link(e, -1);
+        square_price_ = kSquare * above() * above();  // a square takes two coincidences
         for (std::int32_t e = 0; e < layout.experts(); ++e) cycles_ += cycles_of(e), link(e, 1);
     }
 
