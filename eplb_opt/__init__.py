@@ -16,7 +16,7 @@ except ImportError as error:
         "package, start Python in another folder; to use the sources, pip install -e ."
     ) from error
 
-from eplb_opt.bounds import certified_bound
+from eplb_opt.bounds import certified_bound, placement_bound
 from eplb_opt.budget import MoveCurve
 from eplb_opt.demand import count_tokens
 from eplb_opt.errors import (
@@ -45,6 +45,13 @@ from eplb_opt.status import Proof, Status
 from eplb_opt.stopping import TimeLimit
 from eplb_opt.topology import Transport, transport
 from eplb_opt.trace import LoadTrace, StepFacts, TokenTrace, read_trace, write_trace
+from eplb_opt.transfer import (
+    Links,
+    TransferPlan,
+    expert_bytes,
+    plan_transfer,
+    saving_per_step,
+)
 from eplb_opt.workload import MODEL_SHAPES, ModelShape, Workload, model_shape
 
 __version__: str
@@ -69,6 +76,7 @@ __all__ = [
     "InfeasibleError",
     "InvalidPlacementError",
     "InvalidTokensError",
+    "Links",
     "LoadTrace",
     "Measure",
     "ModelShape",
@@ -95,19 +103,24 @@ __all__ = [
     "StepFacts",
     "TimeLimit",
     "TokenTrace",
+    "TransferPlan",
     "Transport",
     "Workload",
     "certified_bound",
     "count_tokens",
+    "expert_bytes",
     "memory_per_gpu",
     "model_shape",
     "move_curve",
     "optimality_gap",
+    "placement_bound",
     "placement_methods",
+    "plan_transfer",
     "read_placement",
     "read_trace",
     "regime_map",
     "routing_methods",
+    "saving_per_step",
     "solve_placement",
     "solve_routing",
     "transport",

@@ -593,7 +593,7 @@ def place(
         list[str] | None,
         typer.Option(
             metavar="NAME[:OPTION=VALUE,...]",
-            show_default="deepseek",
+            show_default="search",
             help="A placement method, see eplb-opt presets; repeat to compare.",
             rich_help_panel="Methods",
         ),
@@ -743,7 +743,7 @@ def place(
     """
     _require_writable(json, None, plot)
     _require_folders(out)
-    methods = method or ["deepseek"]
+    methods = method or ["search"]
     if len(methods) > 1 and (out is not None or plot is not None):
         raise typer.BadParameter("--out and --plot are for one --method")
     if model is not None and previous is None:

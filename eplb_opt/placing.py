@@ -396,9 +396,9 @@ def _as_batches(
     if "tokens_per_batch" not in placer.traits.takes:
         return None
     k = _at_least_1(top_k, "top_k")
-    if k > experts:
-        raise ValueError(f"top_k is {k}, and there are {experts} experts")
     given = None if tokens is None else _at_least_1(tokens, "tokens_per_batch")
+    if given is not None and k > experts:
+        raise ValueError(f"top_k is {k}, and there are {experts} experts")
     return Batches(given, k, Objective.of("activations" if objective is None else objective))
 
 

@@ -21,6 +21,7 @@ from eplb_opt.placers.cp_sat import CpSat
 from eplb_opt.placers.deepseek import DeepSeek
 from eplb_opt.placers.flashlb import FlashLb
 from eplb_opt.placers.highs import Highs
+from eplb_opt.placers.routing_aware import RoutingAware
 from eplb_opt.placers.search import Search
 from eplb_opt.placers.swift import Swift
 from eplb_opt.placers.trtllm import TrtLlm
@@ -37,6 +38,7 @@ __all__ = [
     "PlacementMethod",
     "PlacementProblem",
     "PlacerTraits",
+    "RoutingAware",
     "Search",
     "Swift",
     "TrtLlm",
@@ -56,6 +58,7 @@ _METHODS: Mapping[str, type[Any]] = MappingProxyType(
         "flashlb": FlashLb,
         "highs": Highs,
         "cp-sat": CpSat,
+        "routing-aware": RoutingAware,
     }
 )
 

@@ -12,17 +12,16 @@ namespace eplb {
 
 // Calls work(i) for i in [0, count) on `threads` threads, in chunks; one thread starts none.
 template <class Work>
-void for_each_problem(std::int64_t count, int threads, Work&& work) {
-    constexpr std::int64_t kChunk = 16;
-    const std::int64_t useful = std::min<std::int64_t>(threads, (count + kChunk - 1) / kChunk);
+void for_each_problem(std::int64_t count, int threads, Work&& work, std::int64_t chunk = 16) {
+    const std::int64_t useful = std::min<std::int64_t>(threads, (count + chunk - 1) / chunk);
     if (useful <= 1) {
         for (std::int64_t i = 0; i < count; ++i) work(i);
         return;
     }
     std::atomic<std::int64_t> next{0};
     const auto run = [&] {
-        for (std::int64_t begin; (begin = next.fetch_add(kChunk)) < count;)
-            for (std::int64_t i = begin; i < std::min(begin + kChunk, count); ++i) work(i);
+        for (std::int64_t begin; (begin = next.fetch_add(chunk)) < count;)
+            for (std::int64_t i = begin; i < std::min(begin + chunk, count); ++i) work(i);
     };
     std::vector<std::thread> others;  // not std::jthread, which some standard libraries lack
     try {

@@ -37,6 +37,7 @@
 #include "placement_search.hpp"
 #include "pricing.hpp"
 #include "problem.hpp"
+#include "routing_aware.hpp"
 #include "swift.hpp"
 #include "transfer.hpp"
 #include "trtllm.hpp"
@@ -1113,6 +1114,81 @@ void test_placers(Random& random) {
     }
 }
 
+// What a judge keeps over random swaps, some taken back, is what a new one finds in the layout they end in.
+template <class Make, class Same>
+void check_judge(Layout& layout, Random& random, Make&& make, Same&& same) {
+    auto judge = make(layout);
+    Draws draws(random.below(1000));
+    for (int n = 0; n < 60; ++n) {
+        const auto [i, j] = layout.propose(draws);
+        if (i < 0) continue;
+        const double before = judge.cost(), tried = judge.try_swap(i, j);
+        if (random.below(2) == 0) {
+            judge.reject();
+            check(judge.cost() == before, "what is rejected leaves no trace");
+        } else {
+            judge.accept();
+            check(!judge.kExact || judge.cost() == tried, "what is accepted costs what it was said to");
+        }
+    }
+    same(judge, make(layout));
+}
+
+template <int W>
+void check_routed_batches(Layout& layout, std::span<const std::int64_t> tokens, Random& random) {
+    const auto make = [&](Layout& of) { return RoutedBatches<W>(of, tokens); };
+    check_judge(layout, random, make, [&](const auto& kept, const auto& fresh) {
+        check(std::abs(kept.cost() - fresh.cost()) < 1e-9, "repaired routings cost what new ones do");
+        const Placement placement(layout.slots(), 1, layout.gpus(), layout.width(), layout.experts());
+        for (std::size_t b = 0; b < tokens.size() / layout.experts(); ++b) {
+            Counts routed(layout.slots().size(), 0);
+            Matching<W> matching(placement.layer(0), routed.data());
+            matching.solve(tokens.data() + b * layout.experts());
+            check(kept.fullest(b) == matching.makespan(), "a repaired routing is optimal");
+        }
+    });
+}
+
+void test_routing_aware(Random& random) {
+    for (int i = 0; i < 60; ++i) {
+        const auto gpus = static_cast<std::int32_t>(random.between(2, i % 2 == 0 ? 8 : 70)),
+                   width = static_cast<std::int32_t>(random.between(1, 6)),
+                   experts = static_cast<std::int32_t>(random.between(1, gpus * width));
+        std::vector<double> load(experts);
+        for (double& l : load) l = static_cast<double>(random.between(0, 20));
+        const Ids room(gpus, width);
+        Ids slots(gpus * width);
+        const auto tokens = random.between(1, 40);
+        const Liveness of =
+            liveness_of_loads(load, tokens, static_cast<std::int32_t>(random.between(1, std::min(4, experts))));
+        place_apart(of.live, room, slots);
+        Layout layout(slots, gpus, experts);
+        for (std::int32_t e = 0; e < experts; ++e) check(layout.copies(e) > 0, "every expert has a slot");
+
+        if (gpus <= kHallGpus) {
+            check_judge(
+                layout, random, [&](Layout& y) { return HallJudge(of, y); },
+                [](const auto& kept, const auto& fresh) {
+                    check(std::abs(kept.cost() - fresh.cost()) < 1e-3, "sets updated are sets counted anew");
+                });
+        }
+        check_judge(
+            layout, random, [&](Layout& y) { return CavityJudge(of, y); },
+            [](auto& kept, const auto& fresh) {
+                kept.converge();
+                check(std::abs(kept.above() - fresh.above()) < 1e-3 * (1 + fresh.above()),
+                      "chances converge to the same from anywhere");
+            });
+
+        Counts batches(experts * 20);
+        for (auto& t : batches) t = std::max<std::int64_t>(0, random.between(-3, 4));
+        if (gpus <= 64)
+            check_routed_batches<1>(layout, batches, random);
+        else
+            check_routed_batches<2>(layout, batches, random);
+    }
+}
+
 void test_assignment(Random& random) {
     for (int i = 0; i < 200; ++i) {
         const auto n = static_cast<std::int32_t>(random.between(1, 6));
@@ -1276,6 +1352,7 @@ int main() {
     test_bad_tokens(random);
     test_deepseek(random);
     test_placers(random);
+    test_routing_aware(random);
     test_assignment(random);
     test_transfer(random);
     test_assign(random);

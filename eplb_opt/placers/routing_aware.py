@@ -1,0 +1,155 @@
+"""`routing-aware`: places for a router that serves every batch to its optimum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb_opt import _core
+from eplb_opt.demand import count_tokens
+from eplb_opt.errors import InvalidTokensError
+from eplb_opt.objective import Objective
+from eplb_opt.placers.base import Placed, PlacementProblem, PlacerTraits
+from eplb_opt.routers.makespan import core_pricing
+from eplb_opt.workload import Workload
+
+_ACTIVATIONS, _TOKENS = Objective.of("activations"), Objective.of("tokens")
+_PER_SLOT = 8  # batches, for a placement not to be fitted to chance
+_DRAWN = 48  # batches per layer, where loads are given and the objective needs batches
+_MOST_DRAWN = 2**18  # tokens of a batch that is drawn, token by token
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingAware:
+    """Copies by how often experts are live, slots by the chance that a batch routes to its floor.
+
+    Other placements balance loads as if copies shared them equally. A router chooses per batch, and
+    an optimal one keeps a batch of n live experts at its floor ``ceil(n / GPUs)`` unless some set
+    of GPUs X confines more than ``floor * |X|`` live experts, ones without a replica outside X
+    (Hall's condition). This method makes that rare.
+
+    Given `tokens_per_batch`, each token draws `top_k` distinct experts with chances in proportion
+    to the load. An expert visited with chance q is live in N tokens with ``p = 1 - (1 - q)**N``;
+    drawing distinct experts makes them repel each other, ``Cov(e, f) = -u_e u_f`` with
+    ``u = sqrt(N / sum(q (1 - q))) q (1 - q)**N`` (Hájek's approximation), which halves the variance
+    of n at 32 tokens. Copies go to the largest p per copy. Slots are then annealed by swaps, on the
+    chance of a batch above its floor: set by set on up to 8 GPUs, by the cavity method on more,
+    where sets are too many (``solvers/cpp/hall.hpp``, ``cavity.hpp``).
+
+    Without it, every window is a recorded batch of integer token counts. Chances and covariances
+    are then as counted. Given 8 batches per slot or more, a second annealing works on their optimal
+    routings, repaired after every swap (``batch_annealing.hpp``); fewer would be fitted to chance.
+
+    Any other objective is annealed on batches, solved anew after every swap by `flow` or a short
+    `makespan` search, from that placement or from a packing by tokens, whichever is faster; from
+    loads, 48 batches are drawn per layer.
+
+    Never two copies of an expert on one GPU: slots stay empty where that leaves nothing to hold.
+    Slots that are empty in a previous placement do too. Nodes and groups are not heeded, as the
+    plan's note says.
+
+    Parameters
+    ----------
+    work
+        How long a layer is annealed on batches: batches rerouted and GPUs searched, some ten
+        million a second; a hundredth as many batches solved for other objectives. 0: not at all.
+
+    Raises
+    ------
+    ValueError
+        Negative work; when it places, more tokens per batch than are supported.
+    InvalidTokensError
+        Recorded batches that are not integers, or too large, naming window, layer and expert.
+
+    Notes
+    -----
+    With P slots, S of them on a GPU, and t the floor: 50 P swaps (16,000 at most) at
+    O(2**GPUs + sets changed) on up to 8 GPUs, else O(S t + S²), and O(P t) for every third swap
+    made. Memory O(experts² + GPUs²), with batches also O(batches x experts), per thread.
+
+    Examples
+    --------
+    Experts 0 and 1 are always live, so that a batch of one token is balanced if they are apart:
+
+    >>> from eplb_opt.placing import solve_placement
+    >>> load = [90, 90, 5, 5, 5, 5]
+    >>> plan = solve_placement(
+    ...     load, num_gpus=2, slots_per_gpu=3, method="routing-aware", tokens_per_batch=1, top_k=2
+    ... )
+    >>> (plan.placement.slots < 2).sum(axis=-1).tolist()
+    [1, 1]
+    """
+
+    traits: ClassVar[PlacerTraits] = PlacerTraits(
+        "ours, for batches routed optimally: few above their floor",
+        takes=frozenset({"tokens_per_batch", "objective"}),
+    )
+
+    work: int = 20_000_000
+
+    def __post_init__(self) -> None:
+        if self.work < 0:
+            raise ValueError(f"routing-aware: work is at least 0, not {self.work}")
+
+    def place(self, problem: PlacementProblem) -> Placed:
+        """Place the experts of all layers."""
+        batches = problem.batches
+        if batches is None:
+            raise ValueError("routing-aware places for batches: a problem needs them")
+        slots, room, threads = problem.new_slots(), problem.room(), problem.threads
+        objective, recorded = batches.objective, None
+        objective.require_gpus(problem.num_gpus)
+        if batches.tokens is None:
+            recorded = _recorded(problem.windows)
+            _core.place_for_live_batches(recorded, room, threads, slots)
+        else:
+            most = _core.MAX_TOKENS_PER_EXPERT if objective == _ACTIVATIONS else _MOST_DRAWN
+            if batches.tokens > most:
+                raise ValueError(
+                    f"tokens_per_batch is {batches.tokens}; at most {most} are supported"
+                )
+            load = problem.load
+            _core.place_for_loads(load, room, batches.tokens, batches.top_k, threads, slots)
+            if objective != _ACTIVATIONS:
+                recorded = _drawn(load, batches.tokens, batches.top_k)
+        if recorded is not None and self.work:
+            if objective == _ACTIVATIONS:
+                if recorded.shape[1] >= _PER_SLOT * slots[0].size:
+                    _core.anneal_activations(recorded, self.work, threads, slots)
+            else:
+                priced = objective != _TOKENS
+                pricing = core_pricing(objective, problem.num_gpus) if priced else None
+                work = max(1, self.work // 100)
+                _core.anneal_objective(recorded, room, work, threads, slots, pricing)
+        heeds = problem.num_nodes == problem.num_groups == 1
+        return Placed(slots, "" if heeds else "nodes and groups are not heeded")
+
+
+def _recorded(windows: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return the windows as batches, int64 ``[layers, batches, experts]``."""
+    wrong = (windows != np.floor(windows)) | (windows > _core.MAX_TOKENS_PER_EXPERT)
+    if wrong.any():
+        at = tuple(int(i) for i in np.argwhere(wrong)[0])
+        raise InvalidTokensError(
+            f"window {at[0]}, layer {at[1]}, expert {at[2]} has load {windows[at]}; without "
+            "tokens_per_batch every window is a batch of integer token counts, at most "
+            f"{_core.MAX_TOKENS_PER_EXPERT}"
+        )
+    return np.ascontiguousarray(windows.astype(np.int64).transpose(1, 0, 2))
+
+
+def _drawn(load: NDArray[np.float64], tokens: int, top_k: int) -> NDArray[np.int64]:
+    """Return batches as int64 ``[layers, batches, experts]``, drawn by popularity."""
+    # An expert without load is still there to be drawn, where others are too few.
+    some = np.count_nonzero(load, axis=-1, keepdims=True) >= top_k
+    least = np.maximum(load.max(axis=-1, keepdims=True), 1.0) * 2.0**-20
+    drawable = np.where(some, load, np.maximum(load, least))
+    workload = Workload.from_load(drawable, top_k, correlation=0)
+    steps = [
+        count_tokens(workload.draw(tokens, first_step=step)[0], load.shape[-1])
+        for step in range(_DRAWN)
+    ]
+    return np.ascontiguousarray(np.stack(steps, axis=1))

@@ -1,0 +1,179 @@
+// How often an optimally routed batch stays at its floor, for up to 8 GPUs: Hall's condition, set by set.
+//
+// A batch of n live experts can be routed with t = ceil(n / G) activations on the fullest GPU if and only if
+// no GPU set X confines more than t |X| of them: has more live experts without a replica outside X. Given n,
+// the number confined to X is taken as normal: with m and v the mean and variance over the experts confined
+// to X, c its covariance with n, V the variance of n, it has mean m + c / V (n - mean n) and variance
+// v - c^2 / V. With Q(X) the chance that it is above t |X|, the expected number of sets that are is sum Q(X),
+// and the chance that there is one about 1 - exp(-sum Q(X)), as if they came in independent clumps. The cost
+// of a layout is its mean over kTotals quantiles of n. It needs no batch and so cannot overfit to any.
+//
+// All 2^G sets are kept; a swap changes those alone that confine an expert before and not after, or the other
+// way round. Time per swap tried O(2^G + changed sets), per swap made O(changed sets x E). Memory O(2^G E).
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "annealing.hpp"
+#include "liveness.hpp"
+
+namespace eplb {
+
+constexpr std::int32_t kHallGpus = 8;
+
+// P(Z > z) of a normal Z to 3e-7, without an exponential (Abramowitz and Stegun, 7.1.28).
+inline float normal_tail(float z) {
+    const float y = std::abs(z) * 0.70710678f;
+    float d = 1 + y * (0.0705230784f +
+                       y * (0.0422820123f +
+                            y * (0.0092705272f + y * (0.0001520143f + y * (0.0002765672f + y * 0.0000430638f)))));
+    d *= d, d *= d, d *= d, d *= d;
+    const float tail = 0.5f / d;
+    return z < 0 ? 1 - tail : tail;
+}
+
+// The middles of four or eight equally likely parts of a normal, as deviations from its mean.
+constexpr std::array<double, 4> kQuartersOfNormal{-1.15035, -0.31864, 0.31864, 1.15035};
+constexpr std::array<double, 8> kEighthsOfNormal{-1.53412, -0.88715, -0.48878, -0.15731,
+                                                 0.15731,  0.48878,  0.88715,  1.53412};
+
+class HallJudge {
+  public:
+    static constexpr bool kExact = true;
+
+    HallJudge(const Liveness& of, Layout& layout)
+        : of_(of), layout_(layout), holders_(layout.experts(), 0), sets_(std::size_t{1} << layout.gpus()) {
+        const double deviation = std::sqrt(of.variance);
+        for (std::size_t q = 0; q < kTotals; ++q) {
+            const double n = std::round(of.mean + deviation * kEighthsOfNormal[q]);
+            ahead_[q] = static_cast<float>(n - of.mean);
+            floor_[q] = static_cast<float>(std::ceil(n / layout.filled_gpus()));
+        }
+        for (std::int32_t e = 0; e < layout.experts(); ++e)
+            for (const std::int32_t s : layout.slots_of(e)) holders_[e] |= bit(layout.gpu_of(s));
+        for (std::uint32_t x = 0; x < sets_.size(); ++x) {
+            sets_[x].with.assign(layout.experts(), 0.0f);
+            for (std::int32_t e = 0; e < layout.experts(); ++e)
+                if (confined(e, holders_[e], x)) add(sets_[x], sets_[x].moments, e, 1), spread(sets_[x], e, 1);
+        }
+        price_all();
+    }
+
+    double cost() const { return cost_; }
+
+    double try_swap(std::int32_t i, std::int32_t j) {
+        tried_ = {i, j};
+        const std::int32_t e = layout_.expert(i), f = layout_.expert(j);
+        const std::uint32_t both = bit(layout_.gpu_of(i)) ^ bit(layout_.gpu_of(j));
+        changes_.clear();
+        tried_risk_ = risk_;
+        for (std::uint32_t x = 0; x + 1 < sets_.size(); ++x) {
+            const int of_e = confined(e, holders_[e] ^ both, x) - confined(e, holders_[e], x),
+                      of_f = confined(f, holders_[f] ^ both, x) - confined(f, holders_[f], x);
+            if (of_e == 0 && of_f == 0) continue;
+            const Set& set = sets_[x];
+            Change change{x, of_e, of_f, set.moments, {}};
+            if (of_e != 0) add(set, change.moments, e, of_e);
+            if (of_f != 0) add(set, change.moments, f, of_f);
+            if (of_e != 0 && of_f != 0)
+                change.moments.variance += 2 * static_cast<float>(of_e * of_f) * of_.row(e)[f];
+            change.risk = risk(change.moments, x);
+            for (std::size_t q = 0; q < kTotals; ++q) tried_risk_[q] += change.risk[q] - set.risk[q];
+            changes_.push_back(change);
+        }
+        return tried_cost_ = price(tried_risk_);
+    }
+
+    void accept() {
+        const std::int32_t e = layout_.expert(tried_.first), f = layout_.expert(tried_.second);
+        for (const Change& change : changes_) {
+            Set& set = sets_[change.set];
+            set.moments = change.moments, set.risk = change.risk;
+            if (change.of_e != 0) spread(set, e, change.of_e);
+            if (change.of_f != 0) spread(set, f, change.of_f);
+        }
+        const std::uint32_t both = bit(layout_.gpu_of(tried_.first)) ^ bit(layout_.gpu_of(tried_.second));
+        holders_[e] ^= both, holders_[f] ^= both;
+        layout_.swap(tried_.first, tried_.second);
+        risk_ = tried_risk_, cost_ = tried_cost_;
+    }
+    void reject() {}
+
+  private:
+    static constexpr std::size_t kTotals = kEighthsOfNormal.size();
+    using PerTotal = std::array<float, kTotals>;
+
+    struct Moments {
+        float mean = 0, variance = 0, with_total = 0;
+    };
+    struct Set {
+        Moments moments;
+        std::vector<float> with;  // covariance of each expert with the number confined
+        PerTotal risk{};
+    };
+    struct Change {
+        std::uint32_t set;
+        int of_e, of_f;
+        Moments moments;
+        PerTotal risk;
+    };
+
+    static std::uint32_t bit(std::int32_t gpu) { return std::uint32_t{1} << gpu; }
+    int confined(std::int32_t e, std::uint32_t holders, std::uint32_t set) const {
+        return layout_.copies(e) > 0 && (holders & ~set) == 0;
+    }
+
+    void add(const Set& set, Moments& moments, std::int32_t e, int by) const {
+        const auto sign = static_cast<float>(by);
+        moments.mean += sign * static_cast<float>(of_.live[e]);
+        moments.variance += of_.row(e)[e] + 2 * sign * set.with[e];
+        moments.with_total += sign * static_cast<float>(of_.with_total[e]);
+    }
+    void spread(Set& set, std::int32_t e, int by) const {
+        const auto row = of_.row(e);
+        const auto sign = static_cast<float>(by);
+        for (std::size_t f = 0; f < row.size(); ++f) set.with[f] += sign * row[f];
+    }
+
+    PerTotal risk(const Moments& m, std::uint32_t set) const {
+        PerTotal tail{};
+        if (set == 0 || set + 1 == sets_.size()) return tail;  // confines nothing, or all
+        const auto size = static_cast<float>(std::popcount(set));
+        const auto spread = static_cast<float>(of_.variance);
+        const float slope = spread > 0 ? m.with_total / spread : 0.0f;
+        const float scale = 1 / std::sqrt(std::max(m.variance - slope * m.with_total, 1e-4f));
+        for (std::size_t q = 0; q < kTotals; ++q)
+            tail[q] = normal_tail((floor_[q] * size + 0.5f - m.mean - slope * ahead_[q]) * scale);
+        return tail;
+    }
+    static double price(const std::array<double, kTotals>& risk) {
+        double sum = 0;
+        for (const double r : risk) sum += 1 - std::exp(-r);
+        return sum / kTotals;
+    }
+    void price_all() {
+        risk_ = {};
+        for (std::uint32_t x = 0; x < sets_.size(); ++x) {
+            sets_[x].risk = risk(sets_[x].moments, x);
+            for (std::size_t q = 0; q < kTotals; ++q) risk_[q] += sets_[x].risk[q];
+        }
+        cost_ = price(risk_);
+    }
+
+    const Liveness& of_;
+    Layout& layout_;
+    std::vector<std::uint32_t> holders_;
+    std::vector<Set> sets_;
+    PerTotal ahead_{}, floor_{};
+    std::array<double, kTotals> risk_{}, tried_risk_{};
+    double cost_ = 0, tried_cost_ = 0;
+    std::pair<std::int32_t, std::int32_t> tried_{-1, -1};
+    std::vector<Change> changes_;
+};
+
+}  // namespace eplb

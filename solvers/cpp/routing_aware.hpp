@@ -1,0 +1,63 @@
+// Placements for optimally routed batches.
+//
+// 1. Copies by how often experts are live: one more, again and again, for the largest chance per copy.
+// 2. Slots, by annealing swaps on the chance that a batch is above its floor: set by set up to kHallGpus GPUs
+//    (hall.hpp), by the cavity method beyond (cavity.hpp).
+// 3. Given batches, from there on by annealing on their optimal routings (batch_annealing.hpp).
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "annealing.hpp"
+#include "batch_annealing.hpp"
+#include "cavity.hpp"
+#include "hall.hpp"
+#include "liveness.hpp"
+
+namespace eplb {
+
+// `room` is the slots that each GPU may fill, at least as many as experts in all; `slots` [gpus, slots].
+inline void place_for_liveness(const Liveness& of, std::span<const std::int32_t> room,
+                               std::span<std::int32_t> slots) {
+    constexpr std::int64_t kPerSlot = 50, kMost = 16000, kWork = 1'400'000;
+    const auto gpus = static_cast<std::int32_t>(room.size());
+    place_apart(of.live, room, slots);
+    Layout layout(slots, gpus, of.experts());
+    std::int64_t proposals = std::min(kPerSlot * static_cast<std::int64_t>(slots.size()), kMost);
+    const auto done = [&](std::int64_t made) {
+        return static_cast<double>(made) / static_cast<double>(proposals);
+    };
+    Draws draws(1);
+    if (gpus <= kHallGpus) {
+        proposals /= 3;  // at several times the cost of one by the cavity method
+        HallJudge judge(of, layout);
+        anneal(layout, judge, Cooling{1e-2, 2e-5}, draws, done);
+    } else {
+        CavityJudge judge(of, layout);
+        proposals = std::min(proposals, kWork / judge.work_per_swap());
+        anneal(layout, judge, Cooling{5e-3, 2e-6}, draws, done);
+    }
+}
+
+// Anneals on batches until `max_work` is done, or all are at their floor; make(layout, tokens) makes a judge.
+// `tokens` is [batches, experts]. Their mean makespan does not rise.
+template <class Make>
+void place_for_batches(std::span<const std::int64_t> tokens, std::int32_t gpus, const Cooling& cooling,
+                       std::int64_t max_work, std::int32_t experts, std::span<std::int32_t> slots, Make&& make) {
+    Layout layout(slots, gpus, experts);
+    const std::vector<std::int32_t> start(slots.begin(), slots.end());
+    auto judge = make(layout, tokens);
+    const double before = judge.makespan();
+    const std::int64_t begin = judge.work();
+    Draws draws(2);
+    anneal(layout, judge, cooling, draws, [&](std::int64_t made) {
+        if (judge.cost() < judge.least_cost()) return 1.0;
+        return static_cast<double>(judge.work() - begin + made) / static_cast<double>(max_work);
+    });
+    if (make(layout, tokens).makespan() > before) layout.restore(start);
+}
+
+}  // namespace eplb
