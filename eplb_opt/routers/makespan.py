@@ -33,8 +33,9 @@ class Makespan:
     Parameters
     ----------
     work
-        When to stop: links of chains tried, and 200 for every node of the branching. The same work
-        gives the same answer, on every machine and number of threads.
+        When to stop: links of chains tried, and 200 for every node of the branching. While the best
+        bound leaves a gap of more than 2 %, as many times more as the square of the gap over 2 %,
+        up to 25. The same work gives the same answer, on every machine and number of threads.
 
     Raises
     ------
@@ -56,7 +57,7 @@ class Makespan:
         "search with bounds for any objective, at serving speed", exact=True, compiled=True
     )
 
-    work: int = 1000
+    work: int = 2000
 
     def __post_init__(self) -> None:
         if self.work < 0:

@@ -24,6 +24,8 @@
 #include <algorithm>
 #include <cstdint>
 #include <deque>
+#include <functional>
+#include <numeric>
 #include <vector>
 
 #include "choices.hpp"
@@ -56,7 +58,8 @@ class Branching {
 
   private:
     static constexpr int kMostLaps = 16;
-    enum State : char { kFree, kServes, kClosed };
+    // Not a char: a store to one may change any other object, so what was read would be read again.
+    enum State : std::int16_t { kFree, kServes, kClosed };
     struct Node {
         std::vector<Caps> left;  // of each GPU, beside what serves and is promised
         std::vector<State> state;
@@ -271,11 +274,12 @@ class Branching {
                 if (node.state[o] == kServes) most += r - node.promised[o];
                 if (node.state[o] == kFree) rooms_.push_back(r);
             }
-            const auto free =
-                static_cast<std::ptrdiff_t>(std::min(node.left[g].activated, static_cast<double>(rooms_.size())));
-            std::nth_element(rooms_.begin(), rooms_.begin() + free, rooms_.end(), std::greater<>());
-            for (std::ptrdiff_t i = 0; i < free; ++i) most += rooms_[i];
-            room_[g] = std::min(node.left[g].tokens, most);
+            const auto [activated, tokens] = node.left[g];
+            const auto free = static_cast<std::ptrdiff_t>(std::min(activated, static_cast<double>(rooms_.size())));
+            const auto all_of_these = [&] { return std::accumulate(rooms_.begin(), rooms_.begin() + free, most); };
+            if (all_of_these() < tokens)
+                std::nth_element(rooms_.begin(), rooms_.begin() + free, rooms_.end(), std::greater<>());
+            room_[g] = std::min(tokens, all_of_these());
         }
     }
 
@@ -341,14 +345,12 @@ class Branching {
             for (std::int32_t o = choices_.first(e); o < choices_.first(e + 1); ++o) rest -= node.promised[o];
             while (rest > 0) {
                 std::int32_t best = -1;
+                double most = 0;
                 for (std::int32_t o = choices_.first(e); o < choices_.first(e + 1); ++o)
-                    if (open_[o] && room_[choices_.option(o).gpu] > 0 &&
-                        (best < 0 || room_[choices_.option(o).gpu] > room_[choices_.option(best).gpu]))
-                        best = o;
+                    if (const double r = room_[choices_.option(o).gpu]; open_[o] && r > most) most = r, best = o;
                 if (best < 0) break;
-                double& room = room_[choices_.option(best).gpu];
-                const double amount = std::min(rest, room);
-                tokens_[best] += amount, room -= amount, rest -= amount;
+                const double amount = std::min(rest, most);
+                tokens_[best] += amount, room_[choices_.option(best).gpu] -= amount, rest -= amount;
             }
             if (rest > 0 && !reroute(node, e, rest)) return false;
         }
@@ -367,13 +369,18 @@ class Branching {
                     if (!open_[o] || reached_[g]) continue;
                     reached_[g] = 1, came_by_[g] = o, moved_[g] = moved;
                     queue_.push_back(g);
-                    if (end < 0 && room_[g] > 0) end = g;
+                    if (room_[g] > 0) {
+                        end = g;
+                        return;
+                    }
                 }
             };
             reach(e, -1);
             for (std::size_t i = 0; i < queue_.size() && end < 0; ++i)
-                for (const std::int32_t o : choices_.on(queue_[i]))
+                for (const std::int32_t o : choices_.on(queue_[i])) {
                     if (tokens_[o] > node.promised[o]) reach(choices_.option(o).expert, o);
+                    if (end >= 0) break;
+                }
             if (end < 0) {
                 stuck_ = e, stuck_rest_ = rest;
                 return false;

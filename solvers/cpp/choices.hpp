@@ -22,21 +22,23 @@ class Choices {
   public:
     // The tokens are acceptable to the layer. Keeps its memory from problem to problem.
     void read(const Layer& layer, const std::int64_t* tokens, const Pricing& pricing) {
-        options_.clear(), first_.clear(), demand_.clear();
-        most_copies_ = 0;
+        options_.resize(layer.candidates.size()), first_.resize(layer.experts + 1), demand_.resize(layer.experts);
         fixed_.assign(layer.gpus, {});
         for (const SingleCopy& e : layer.singles)
             if (tokens[e.expert] > 0) fixed_[e.only.gpu] += pricing.replica(static_cast<double>(tokens[e.expert]));
-        const auto add = [&](std::int32_t expert, std::span<const Candidate> candidates) {
+        std::int32_t experts = 0, options = 0;
+        most_copies_ = 0;
+        const auto add = [&](std::int32_t expert, const auto& candidates) {
             if (tokens[expert] == 0) return;
-            first_.push_back(static_cast<std::int32_t>(options_.size()));
-            most_copies_ = std::max(most_copies_, static_cast<int>(candidates.size()));
-            for (const Candidate c : candidates) options_.push_back({c.gpu, c.slot, experts()});
-            demand_.push_back(static_cast<double>(tokens[expert]));
+            first_[experts] = options;
+            most_copies_ = static_cast<int>(candidates.size());  // they come by rising number of candidates
+            for (const Candidate c : candidates) options_[options++] = {c.gpu, c.slot, experts};
+            demand_[experts++] = static_cast<double>(tokens[expert]);
         };
         for (const TwoCopies& e : layer.pairs) add(e.expert, std::array{e.low, e.high});
         for (const std::int32_t e : layer.others) add(e, layer.candidates_of(e));
-        first_.push_back(static_cast<std::int32_t>(options_.size()));
+        first_[experts] = options;
+        options_.resize(options), first_.resize(experts + 1), demand_.resize(experts);
 
         // Counting sort by GPU.
         end_.assign(layer.gpus + 1, 0);

@@ -7,11 +7,12 @@
 //      that the target time gives each GPU. No: the bound rises to the least time beyond the caps. Yes:
 //      a better routing. Unknown: what it had so far is completed and improved by Rebalance. A round
 //      first raises the bound while it can, then takes the next activation step above it, then halves
-//      the distance to the best routing. Every round has four times the nodes and links of the one
-//      before, and goes eight times as near.
+//      the distance to the best routing. Every round has eight times the nodes and three times the
+//      links of the one before, and goes eight times as near.
 //
 // It ends when the makespan meets the bound or the work (links tried, and kNodeWork for a node) is done.
-// Deterministic: the work is counted, not timed.
+// A gap wider than kGap is worth more work: by its square, so that most problems stay quick and few keep
+// a wide one. Deterministic: the work is counted, not timed.
 #pragma once
 
 #include <algorithm>
@@ -62,7 +63,7 @@ class Makespan {
             any_.bind(pricing);
             run(any_, even, by_tokens, max_work);
         }
-        makespan_ = price(routed);  // anew: sums that a search kept may have drifted
+        if (pricing.curved()) makespan_ = price(routed);  // anew: sums that a search kept may have drifted
         return Outcome::ok;
     }
 
@@ -73,8 +74,9 @@ class Makespan {
 
   private:
     static constexpr std::uint64_t kSeed = 0x9E3779B97F4A7C15;
-    static constexpr std::int64_t kNodeWork = 200, kStartLinks = 100, kFirstLinks = 500;
+    static constexpr std::int64_t kNodeWork = 200, kStartLinks = 100, kFirstLinks = 1000;
     static constexpr double kClose = 3e-2;  // of the makespan: nearer targets are not tried in the first round
+    static constexpr double kGap = 2e-2, kWide = 5;  // a gap of w kGap gets w^2 times the work, w up to kWide
 
     template <class Search>
     void run(Search& search, double even, bool balanced, std::int64_t max_work) {
@@ -84,7 +86,11 @@ class Makespan {
         if (!met() && !balanced) balance();
 
         const std::int64_t before = search.work();
-        const auto left = [&] { return max_work - work_ - (search.work() - before); };
+        const auto left = [&] {
+            const double wide = std::clamp((makespan_ / bound_ - 1) / kGap, 1.0, kWide);
+            const double most = static_cast<double>(max_work) * wide * wide;
+            return most - static_cast<double>(work_ + search.work() - before);
+        };
         search.seed(kSeed);
         if (!met() && left() > 0) {
             search.lower(bound_, kStartLinks);
@@ -93,7 +99,7 @@ class Makespan {
         std::int64_t nodes = 1, links = kFirstLinks;
         for (double close = kClose; !met() && left() > 0; close /= 8) {
             round(search, nodes, links, close, left);
-            nodes = std::min(4 * nodes, max_work), links = std::min(4 * links, max_work);
+            nodes = std::min(8 * nodes, max_work), links = std::min(3 * links, max_work);
         }
     }
 
@@ -215,8 +221,15 @@ class Makespan {
         double most = 0;
         for (int g = 0; g < layer_->gpus; ++g) {
             Load load;
-            for (int s = 0; s < layer_->slots_per_gpu; ++s)
-                load += pricing_->replica(static_cast<double>(*routed++));
+            if (pricing_->counted()) {
+                Fill fill = 0;
+                for (int s = 0; s < layer_->slots_per_gpu; ++s) fill += fill_of(*routed++);
+                load.activated = static_cast<double>(activated_in(fill));
+                load.tokens = static_cast<double>(tokens_in(fill));
+            } else {
+                for (int s = 0; s < layer_->slots_per_gpu; ++s)
+                    load += pricing_->replica(static_cast<double>(*routed++));
+            }
             most = std::max(most, pricing_->time(g, load));
         }
         return most;

@@ -88,6 +88,7 @@ class Pricing {
     }
     // What a replica with x tokens adds to its GPU.
     Load replica(double x) const {
+        if (counted()) return {x > 0 ? 1.0 : 0.0, 0.0, x, 0.0};
         return {x > 0 ? 1.0 : 0.0, tiled_ ? std::ceil(x / tile_tokens_) : 0.0, x,
                 curve_.empty() ? 0.0 : curve_.time(x)};
     }
@@ -122,8 +123,10 @@ class Pricing {
     int gpus() const { return static_cast<int>(slowness_.size()); }
     bool uniform() const { return uniform_; }
     bool split() const { return split_; }
+    // Whether activated replicas and tokens say all.
+    bool counted() const { return !tiled_ && curve_.empty(); }
     // Whether at most two pieces decide, without tiles, curve or differences between GPUs.
-    bool simple() const { return uniform_ && !tiled_ && curve_.empty() && pieces_.size() <= 2; }
+    bool simple() const { return uniform_ && counted() && pieces_.size() <= 2; }
     // Whether a piece counts more than activations alone or tokens alone, or GPUs differ.
     bool mixed() const {
         const auto several = [](const Piece& p) { return p.tile > 0 || (p.activation > 0 && p.token > 0); };

@@ -24,10 +24,16 @@ enum class Proof : std::int8_t { none, count, matching, flow, k_demand, branchin
 // compares (activated, tokens).
 using Fill = std::uint64_t;
 
+// A sum carries into the count if there is a token: unlike a comparison, two such fit one vector.
 constexpr Fill fill_of(std::int64_t tokens) {
-    return (static_cast<Fill>(tokens != 0) << kCountShift) + static_cast<Fill>(tokens);
+    constexpr Fill one = Fill{1} << kCountShift;
+    const auto t = static_cast<Fill>(tokens);
+    return ((t + (one - 1)) & one) + t;
 }
 constexpr std::int64_t activated_in(Fill fill) { return static_cast<std::int64_t>(fill >> kCountShift); }
+constexpr std::int64_t tokens_in(Fill fill) {
+    return static_cast<std::int64_t>(fill & ((Fill{1} << kCountShift) - 1));
+}
 
 // Whether every count is in range and every live expert has a replica.
 inline bool acceptable(const Layer& layer, const std::int64_t* tokens) {

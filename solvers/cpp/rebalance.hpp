@@ -30,34 +30,36 @@ class SimplePrice {
 
     void bind(const Pricing& pricing) {
         a_ = pricing.pieces().front(), b_ = pricing.pieces().back(), slowness_ = pricing.slowness(0);
-        weight_a_ = weight(a_), weight_b_ = weight(b_);
+    }
+    void aim(double target) {
+        target_ = target / slowness_;
+        over_a_ = over_of(a_), over_b_ = over_of(b_);
     }
 
     static Sum sum(const Load& load) { return {load.activated, load.tokens}; }
-    static Sum replica(double x) { return {x > 0 ? 1.0 : 0.0, x}; }
-    double time(int, const Sum& s) const { return slowness_ * std::max(piece(a_, s), piece(b_, s)); }
-    double over(int, const Sum& s, double target) const {
-        const double t = target / slowness_;
-        return std::max(0.0, std::max((piece(a_, s) - t) * weight_a_, (piece(b_, s) - t) * weight_b_));
+    // What a replica adds to its GPU's sum, going from so many tokens to so many.
+    static Sum change(double before, double after) {
+        return {(after > 0 ? 1.0 : 0.0) - (before > 0 ? 1.0 : 0.0), after - before};
     }
+    double time(int, const Sum& s) const { return slowness_ * std::max(piece(a_, s), piece(b_, s)); }
+    double over(int, const Sum& s) const { return std::max(0.0, std::max(piece(over_a_, s), piece(over_b_, s))); }
 
     // The most tokens, up to `limit`, that a replica with x more on a GPU with `s` may take; as an
     // estimate that is never more than a token off.
-    double room(int, const Sum& s, double x, double limit, double target) const {
-        const double t = target / slowness_, activated = s.activated + (x == 0);
+    double room(int, const Sum& s, double x, double limit) const {
+        const double activated = s.activated + (x == 0);
         for (const Piece& p : {a_, b_}) {
-            const double rest = t - (p.offset + p.activation * activated) - p.token * s.tokens;
+            const double rest = target_ - (p.offset + p.activation * activated) - p.token * s.tokens;
             if (rest < 0) return 0;
             if (rest < p.token * limit) limit = static_cast<double>(static_cast<std::int64_t>(rest / p.token));
         }
         return limit;
     }
     // The fewest tokens, up to x, that a replica with x must lose to end the overflow; as good.
-    double excess(int, const Sum& s, double x, double target) const {
-        const double t = target / slowness_;
+    double excess(int, const Sum& s, double x) const {
         double least = 0;
         for (const Piece& p : {a_, b_}) {
-            const double excess = (p.offset + p.activation * s.activated) + p.token * s.tokens - t;
+            const double excess = (p.offset + p.activation * s.activated) + p.token * s.tokens - target_;
             if (excess > 0)
                 least = excess < p.token * x
                             ? std::max(least, static_cast<double>(static_cast<std::int64_t>(excess / p.token) + 1))
@@ -70,11 +72,14 @@ class SimplePrice {
     static double piece(const Piece& p, const Sum& s) {
         return (p.offset + p.activation * s.activated) + p.token * s.tokens;
     }
-    // An activation too many counts double: moving tokens in part does not cure it.
-    static double weight(const Piece& p) { return p.token > 0 ? 1 : 2; }
+    // A piece's overflow. An activation too many counts double: moving tokens in part does not cure it.
+    Piece over_of(const Piece& p) const {
+        const double weight = p.token > 0 ? 1 : 2;
+        return {weight * (p.offset - target_), weight * p.activation, 0, weight * p.token};
+    }
 
-    Piece a_{}, b_{};
-    double weight_a_ = 1, weight_b_ = 1, slowness_ = 1;
+    Piece a_{}, b_{}, over_a_{}, over_b_{};
+    double slowness_ = 1, target_ = 0;
 };
 
 // Any objective.
@@ -83,25 +88,26 @@ class AnyPrice {
     using Sum = Load;
 
     void bind(const Pricing& pricing) { pricing_ = &pricing; }
+    void aim(double target) { target_ = target; }
 
     static Sum sum(const Load& load) { return load; }
-    Sum replica(double x) const { return pricing_->replica(x); }
+    Sum change(double before, double after) const {
+        Sum s = pricing_->replica(after);
+        return s -= pricing_->replica(before);
+    }
     double time(int gpu, const Sum& s) const { return pricing_->time(gpu, s); }
-    double over(int gpu, const Sum& s, double target) const {
-        return std::max(0.0, pricing_->time(gpu, s) - target);
-    }
+    double over(int gpu, const Sum& s) const { return std::max(0.0, time(gpu, s) - target_); }
 
-    double room(int gpu, const Sum& s, double x, double limit, double target) const {
-        return most(limit, [&](double amount) { return time_at(gpu, s, x, x + amount) <= target; });
+    double room(int gpu, const Sum& s, double x, double limit) const {
+        return most(limit, [&](double amount) { return time_at(gpu, s, x, x + amount) <= target_; });
     }
-    double excess(int gpu, const Sum& s, double x, double target) const {
-        return x - most(x, [&](double left) { return time_at(gpu, s, x, left) <= target; });
+    double excess(int gpu, const Sum& s, double x) const {
+        return x - most(x, [&](double left) { return time_at(gpu, s, x, left) <= target_; });
     }
 
   private:
     double time_at(int gpu, Sum s, double before, double after) const {
-        s -= replica(before), s += replica(after);
-        return time(gpu, s);
+        return time(gpu, s += change(before, after));
     }
     // The largest integer up to `limit` that fits, 0 if none does.
     template <class Fits>
@@ -115,6 +121,7 @@ class AnyPrice {
         return low;
     }
     const Pricing* pricing_ = nullptr;
+    double target_ = 0;
 };
 
 template <class Price>
@@ -136,10 +143,10 @@ class Rebalance {
         sum_.resize(choices_.gpus()), time_.resize(choices_.gpus());
         for (int g = 0; g < choices_.gpus(); ++g) {
             sum_[g] = Price::sum(choices_.fixed(g));
-            for (const std::int32_t o : choices_.on(g)) sum_[g] += price_.replica(tokens_[o]);
+            for (const std::int32_t o : choices_.on(g)) sum_[g] += price_.change(0, tokens_[o]);
             time_[g] = price_.time(g, sum_[g]);
         }
-        target_ = target;
+        aim(target);
         rest_.clear();
         for (int e = 0; e < choices_.experts(); ++e) {
             double rest = choices_.demand(e);
@@ -155,7 +162,7 @@ class Rebalance {
     // helps, some random moves of whole experts are made and the descent repeated; what does not lead
     // to less overflow is taken back.
     bool lower(double target, std::int64_t max_work) {
-        target_ = target, gain_ = target * kGain;
+        aim(target);
         const std::int64_t end = work_ + max_work;
         double least = descend(end);
         while (least > 0 && work_ < end) {
@@ -177,10 +184,17 @@ class Rebalance {
     std::int64_t work() const { return work_; }
 
   private:
+    struct Link {
+        double tokens, left;  // what moves, and the overflow that it leaves
+    };
     static constexpr int kMostLinks = 4, kKick = 3;
     static constexpr int kExpertBits = 12;  // of kMaxExperts; the tokens take kTokenBits
     static constexpr double kGain = 1e-11;  // of the target: below what a token costs, above rounding
 
+    void aim(double target) {
+        target_ = target, gain_ = target * kGain;
+        price_.aim(target);
+    }
     // Chains until none gains; returns the overflow that is left.
     double descend(std::int64_t end) {
         for (;;) {
@@ -212,15 +226,14 @@ class Rebalance {
         if (x > 0) give(from, -x), give(to, x);
     }
 
-    double over(int g) const { return price_.over(g, sum_[g], target_); }
+    double over(int g) const { return price_.over(g, sum_[g]); }
     // What an option's GPU has with so many tokens more there.
     typename Price::Sum sum_with(std::int32_t o, double amount) const {
         typename Price::Sum s = sum_[choices_.option(o).gpu];
-        s -= price_.replica(tokens_[o]), s += price_.replica(tokens_[o] + amount);
-        return s;
+        return s += price_.change(tokens_[o], tokens_[o] + amount);
     }
     double over_with(std::int32_t o, double amount) const {
-        return price_.over(choices_.option(o).gpu, sum_with(o, amount), target_);
+        return price_.over(choices_.option(o).gpu, sum_with(o, amount));
     }
     double time_with(std::int32_t o, double amount) const {
         return price_.time(choices_.option(o).gpu, sum_with(o, amount));
@@ -233,7 +246,7 @@ class Rebalance {
     }
     double room(std::int32_t o, double limit) const {
         const int g = choices_.option(o).gpu;
-        return price_.room(g, sum_[g], tokens_[o], limit, target_);
+        return price_.room(g, sum_[g], tokens_[o], limit);
     }
 
     void drop_parts() {
@@ -243,70 +256,53 @@ class Rebalance {
         }
     }
     void serve(int e, double rest) {
-        std::int32_t best = quickest(e, rest);
-        if (split_ && time_with(best, rest) > target_)
-            for (;;) {
-                std::int32_t roomiest = -1;
-                double most = 0;
+        for (;;) {
+            std::int32_t best = -1, roomiest = -1;
+            double least = kInf, most = 0;
+            for (std::int32_t o = choices_.first(e); o < choices_.first(e + 1); ++o)
+                if (const double t = time_with(o, rest); t < least) least = t, best = o;
+            if (split_ && least > target_)
                 for (std::int32_t o = choices_.first(e); o < choices_.first(e + 1); ++o)
                     if (const double r = room(o, rest); r > most) most = r, roomiest = o;
-                if (roomiest < 0) {
-                    best = quickest(e, rest);
-                    break;
-                }
-                give(roomiest, most);
-                rest -= most;
-                if (rest == 0) return;
-            }
-        give(best, rest);
-    }
-    std::int32_t quickest(int e, double amount) const {
-        std::int32_t best = choices_.first(e);
-        double least = time_with(best, amount);
-        for (std::int32_t o = best + 1; o < choices_.first(e + 1); ++o)
-            if (const double t = time_with(o, amount); t < least) least = t, best = o;
-        return best;
+            if (roomiest < 0) return give(best, rest);
+            give(roomiest, most);
+            rest -= most;
+            if (rest == 0) return;
+        }
     }
 
     // A chain from overfull GPU g that leaves less than `allowed` overflow on g and on the GPUs that it
     // gives to, more than these have now. False and undone if there is none.
     bool chain(int g, double allowed, int links, std::int64_t end) {
-        const double enough = allowed - gain_;
         for (const std::int32_t o : choices_.on(g)) {
             const double x = tokens_[o];
             if (x == 0) continue;
             const double over_whole = over_with(o, -x);
-            if (over_whole >= enough) continue;
-            double part = split_ ? price_.excess(g, sum_[g], x, target_) : x;
+            if (over_whole >= allowed - gain_) continue;
+            const double part = split_ ? price_.excess(g, sum_[g], x) : x;
             const double over_part = part < x ? over_with(o, -part) : kInf;
             const int e = choices_.option(o).expert;
             for (std::int32_t d = choices_.first(e); d < choices_.first(e + 1); ++d) {
                 if (d == o) continue;
                 if (++work_ >= end) return false;
-                const double before = over(choices_.option(d).gpu);
-                if (link(o, d, x, over_whole, before, enough, links, end)) return true;
-                if (!split_) continue;
-                if (part < x && link(o, d, part, over_part, before, enough, links, end)) return true;
-                if (before > 0) continue;
+                const int to = choices_.option(d).gpu;
+                const double before = over(to), most = allowed + before;
+                for (const auto [amount, left] : {Link{x, over_whole}, Link{part, over_part}}) {
+                    if (left >= most - gain_) continue;
+                    const bool gains = left + over_with(d, amount) < most - gain_;
+                    if (!gains && links == 1) continue;
+                    give(o, -amount), give(d, amount);
+                    if (gains || chain(to, most - left, links - 1, end)) return true;
+                    give(d, -amount), give(o, amount);
+                }
+                if (!split_ || before > 0) continue;
                 const double fits = room(d, x);
-                if (fits > 0 && fits < x && fits != part &&
-                    link(o, d, fits, over_with(o, -fits), before, enough, 1, end))
-                    return true;
+                if (fits == 0 || fits == x || fits == part) continue;
+                if (over_with(o, -fits) + over_with(d, fits) >= allowed - gain_) continue;
+                give(o, -fits), give(d, fits);
+                return true;
             }
         }
-        return false;
-    }
-    bool link(std::int32_t o, std::int32_t d, double amount, double over_from, double before, double enough,
-              int links, std::int64_t end) {
-        const double over_to = over_with(d, amount);
-        if (over_from + over_to - before < enough) {
-            give(o, -amount), give(d, amount);
-            return true;
-        }
-        if (links == 1 || over_from - before >= enough) return false;
-        give(o, -amount), give(d, amount);
-        if (chain(choices_.option(d).gpu, enough + gain_ - over_from + before, links - 1, end)) return true;
-        give(d, -amount), give(o, amount);
         return false;
     }
 

@@ -43,7 +43,10 @@ KINDS = {
 
 
 def route(
-    problem: Problem, objective: Objective | str, work: int = 1000, threads: int = 1
+    problem: Problem,
+    objective: Objective | str,
+    work: int = Makespan().work,
+    threads: int = 1,
 ) -> Routing:
     """Route by `makespan`."""
     router = Router(problem.placement, objective=objective, method=Makespan(work), threads=threads)
