@@ -522,6 +522,15 @@ void keep_slots_layers(OldSlots previous, Slots slots) {
         keep_slots({previous.data() + row, per_gpu}, {slots.data() + row, per_gpu});
 }
 
+// Calls place(layer) for every layer, one at a time on each thread, without the GIL.
+template <class Place>
+void each_layer_alone(std::size_t layers, int threads, Place&& place) {
+    nb::gil_scoped_release unlocked;
+    for_each_problem(
+        static_cast<std::int64_t>(layers), threads, [&](std::int64_t l) { place(static_cast<std::size_t>(l)); },
+        1);
+}
+
 // Calls visit(task, its slots, layer) for every layer on `threads` threads, without the GIL.
 template <class Visit>
 void each_search(const Samples& windows, std::int32_t nodes, std::int32_t groups, double quantile,
@@ -538,33 +547,29 @@ void each_search(const Samples& windows, std::int32_t nodes, std::int32_t groups
         require(previous->size() == slots.size(), "old and new slots alike");
         require_experts(*previous, experts);
     }
-    nb::gil_scoped_release unlocked;
     const std::size_t size = slots.shape(1) * slots.shape(2);
-    for_each_problem(
-        static_cast<std::int64_t>(layers), threads,
-        [&](std::int64_t l) {
-            std::vector<double> loads(count * experts);
-            for (std::size_t t = 0; t < count; ++t)
-                std::copy_n(windows.data() + (t * layers + l) * experts, experts, loads.data() + t * experts);
-            const PlacementTask task{loads,
-                                     static_cast<std::int32_t>(count),
-                                     static_cast<std::int32_t>(experts),
-                                     static_cast<std::int32_t>(slots.shape(1)),
-                                     static_cast<std::int32_t>(slots.shape(2)),
-                                     nodes,
-                                     groups,
-                                     {quantile},
-                                     previous ? previous->data() + l * size : nullptr};
-            visit(task, slots.data() + l * size, l);
-        },
-        1);
+    each_layer_alone(layers, threads, [&](std::size_t l) {
+        std::vector<double> loads(count * experts);
+        for (std::size_t t = 0; t < count; ++t)
+            std::copy_n(windows.data() + (t * layers + l) * experts, experts, loads.data() + t * experts);
+        const PlacementTask task{loads,
+                                 static_cast<std::int32_t>(count),
+                                 static_cast<std::int32_t>(experts),
+                                 static_cast<std::int32_t>(slots.shape(1)),
+                                 static_cast<std::int32_t>(slots.shape(2)),
+                                 nodes,
+                                 groups,
+                                 {quantile},
+                                 previous ? previous->data() + l * size : nullptr};
+        visit(task, slots.data() + l * size, l);
+    });
 }
 
 void place_search(Samples windows, std::int32_t nodes, std::int32_t groups, double quantile,
                   std::optional<OldSlots> previous, Array<const double> floor, double within, std::int64_t work,
                   int threads, Slots slots) {
     each_search(windows, nodes, groups, quantile, previous, floor, slots, threads,
-                [&](const PlacementTask& task, std::int32_t* out, std::int64_t l) {
+                [&](const PlacementTask& task, std::int32_t* out, std::size_t l) {
                     const auto search = task.windows == 1 ? search_placement<true> : search_placement<false>;
                     search(task, floor.data()[l], within, work, out);
                 });
@@ -580,7 +585,7 @@ SearchStates improve_search(Samples windows, std::int32_t nodes, double quantile
     require(steps.size() == slots.shape(0), "steps per layer");
     require_experts(slots, windows.shape(2));
     SearchStates states(slots.shape(0));
-    const auto walk = [&](auto&& search, std::int32_t* out, std::int64_t l) {
+    const auto walk = [&](auto&& search, std::int32_t* out, std::size_t l) {
         search.start_from(out);
         states[l].emplace_back(search.moves(), search.cost());
         search.improve(floor.data()[l] * (1 + within), work, steps.data()[l],
@@ -588,7 +593,7 @@ SearchStates improve_search(Samples windows, std::int32_t nodes, double quantile
         search.write(out);
     };
     each_search(windows, nodes, nodes, quantile, previous, floor, slots, threads,
-                [&](const PlacementTask& task, std::int32_t* out, std::int64_t l) {
+                [&](const PlacementTask& task, std::int32_t* out, std::size_t l) {
                     if (task.windows == 1)
                         walk(PlacementSearch<true>(task), out, l);
                     else
@@ -635,120 +640,110 @@ void plan_transfer(Ids batch, Ids receiver, Ids weight, Ids first, Ids holders, 
                                           of(first), of(holders), of(leaves), gpus, gpus_per_node},
                                          holder.data() + begin, round.data() + begin);
     }
-    using Tokens = nb::ndarray<nb::numpy, const std::int64_t, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+}
 
-    std::span<std::int32_t> slots_of(const Slots& slots, std::size_t layer) {
-        const std::size_t per_layer = slots.shape(1) * slots.shape(2);
-        return std::span(slots.data() + layer * per_layer, per_layer);
-    }
+using Tokens = nb::ndarray<nb::numpy, const std::int64_t, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 
-    // Calls place(layer) for every layer, without the GIL.
-    template <class Place>
-    void each_layer_alone(std::size_t layers, int threads, Place&& place) {
-        nb::gil_scoped_release unlocked;
-        for_each_problem(
-            static_cast<std::int64_t>(layers), threads,
-            [&](std::int64_t l) { place(static_cast<std::size_t>(l)); }, 1);
-    }
+std::span<std::int32_t> slots_of(const Slots& slots, std::size_t layer) {
+    const std::size_t per_layer = slots.shape(1) * slots.shape(2);
+    return std::span(slots.data() + layer * per_layer, per_layer);
+}
 
-    void place_for_loads(Loads load, Rooms room, std::int64_t tokens, std::int32_t top_k, int threads,
-                         Slots slots) {
-        require(load.shape(0) == slots.shape(0), "one load per layer");
-        require_room(load.shape(1), room, slots);
-        require(tokens >= 1 && top_k >= 1 && top_k <= static_cast<std::int32_t>(load.shape(1)),
-                "tokens with choices");
-        each_layer_alone(load.shape(0), threads, [&](std::size_t l) {
-            const std::span of_layer(load.data() + l * load.shape(1), load.shape(1));
-            place_for_liveness(liveness_of_loads(of_layer, tokens, top_k), room_of(room, l), slots_of(slots, l));
-        });
-    }
+void place_for_loads(Loads load, Rooms room, std::int64_t tokens, std::int32_t top_k, int threads, Slots slots) {
+    require(load.shape(0) == slots.shape(0), "one load per layer");
+    require_room(load.shape(1), room, slots);
+    require(tokens >= 1 && top_k >= 1 && top_k <= static_cast<std::int32_t>(load.shape(1)), "tokens with choices");
+    each_layer_alone(load.shape(0), threads, [&](std::size_t l) {
+        const std::span of_layer(load.data() + l * load.shape(1), load.shape(1));
+        place_for_liveness(liveness_of_loads(of_layer, tokens, top_k), room_of(room, l), slots_of(slots, l));
+    });
+}
 
-    // `tokens` is [layers, batches, experts].
-    void require_batches(const Tokens& tokens, const Slots& slots) {
-        require(tokens.shape(0) == slots.shape(0) && tokens.shape(1) > 0 && tokens.shape(2) > 0,
-                "batches per layer");
-        const std::uint64_t most = std::uint64_t{1} << kTokenBits;
-        require(std::all_of(tokens.data(), tokens.data() + tokens.size(),
-                            [&](std::int64_t t) { return static_cast<std::uint64_t>(t) < most; }),
-                "token counts in range");
-    }
+// `tokens` is [layers, batches, experts].
+void require_batches(const Tokens& tokens, const Slots& slots) {
+    require(tokens.shape(0) == slots.shape(0) && tokens.shape(1) > 0 && tokens.shape(2) > 0, "batches per layer");
+    const std::uint64_t most = std::uint64_t{1} << kTokenBits;
+    require(std::all_of(tokens.data(), tokens.data() + tokens.size(),
+                        [&](std::int64_t t) { return static_cast<std::uint64_t>(t) < most; }),
+            "token counts in range");
+}
 
-    std::span<const std::int64_t> batches_of(const Tokens& tokens, std::size_t layer) {
-        const std::size_t per_layer = tokens.shape(1) * tokens.shape(2);
-        return std::span(tokens.data() + layer * per_layer, per_layer);
-    }
+std::span<const std::int64_t> batches_of(const Tokens& tokens, std::size_t layer) {
+    const std::size_t per_layer = tokens.shape(1) * tokens.shape(2);
+    return std::span(tokens.data() + layer * per_layer, per_layer);
+}
 
-    void place_for_live_batches(Tokens tokens, Rooms room, int threads, Slots slots) {
-        require_batches(tokens, slots);
-        require_room(tokens.shape(2), room, slots);
+void place_for_live_batches(Tokens tokens, Rooms room, int threads, Slots slots) {
+    require_batches(tokens, slots);
+    require_room(tokens.shape(2), room, slots);
+    each_layer_alone(tokens.shape(0), threads, [&](std::size_t l) {
+        place_for_liveness(liveness_of_batches(batches_of(tokens, l), tokens.shape(2)), room_of(room, l),
+                           slots_of(slots, l));
+    });
+}
+
+void anneal_activations(Tokens tokens, std::int64_t work, int threads, Slots slots) {
+    require_batches(tokens, slots);
+    require_experts(slots, tokens.shape(2));
+    const auto experts = static_cast<std::int32_t>(tokens.shape(2)),
+               gpus = static_cast<std::int32_t>(slots.shape(1));
+    with_words(gpus, [&]<int W>() {
         each_layer_alone(tokens.shape(0), threads, [&](std::size_t l) {
-            place_for_liveness(liveness_of_batches(batches_of(tokens, l), tokens.shape(2)), room_of(room, l),
-                               slots_of(slots, l));
+            place_for_batches(
+                batches_of(tokens, l), gpus, Cooling{1e-2, 1e-4}, work, experts, slots_of(slots, l),
+                [](Layout& layout, std::span<const std::int64_t> of) { return RoutedBatches<W>(layout, of); });
         });
-    }
+    });
+}
 
-    void anneal_activations(Tokens tokens, std::int64_t work, int threads, Slots slots) {
-        require_batches(tokens, slots);
-        require_experts(slots, tokens.shape(2));
-        const auto experts = static_cast<std::int32_t>(tokens.shape(2)),
-                   gpus = static_cast<std::int32_t>(slots.shape(1));
-        with_words(gpus, [&]<int W>() {
-            each_layer_alone(tokens.shape(0), threads, [&](std::size_t l) {
-                place_for_batches(
-                    batches_of(tokens, l), gpus, Cooling{1e-2, 1e-4}, work, experts, slots_of(slots, l),
-                    [](Layout& layout, std::span<const std::int64_t> of) { return RoutedBatches<W>(layout, of); });
-            });
-        });
-    }
-
-    // Of any objective; without a pricing, of tokens alone. Starts from `slots`, or from a packing by tokens where
-    // that is faster.
-    void anneal_objective(Tokens tokens, Rooms room, std::int64_t work, int threads, Slots slots,
-                          const Pricing* pricing) {
-        constexpr std::int64_t kRoutingWork = 500;
-        require_batches(tokens, slots);
-        require_experts(slots, tokens.shape(2));
-        const auto experts = static_cast<std::int32_t>(tokens.shape(2)),
-                   gpus = static_cast<std::int32_t>(slots.shape(1));
-        require(!pricing || pricing->gpus() == gpus, "one slowness per GPU");
-        require_room(tokens.shape(2), room, slots);
-        with_words(gpus, [&]<int W>() {
-            const auto solve = [&](const Layer& layer, const std::int64_t* of) {
-                thread_local std::vector<std::int64_t> routed;
-                routed.assign(layer.physical_slots(), 0);
-                if (!pricing) {
-                    Flow<W> flow(layer, routed.data());
-                    flow.solve(of);
-                    return static_cast<double>(flow.makespan());
-                }
-                Makespan<W>& solver = makespan_solver<W>();
-                solver.solve(*pricing, layer, of, routed.data(), kRoutingWork);
-                return solver.makespan();
+// Of any objective; without a pricing, of tokens alone. Starts from `slots`, or from a packing by tokens where
+// that is faster.
+void anneal_objective(Tokens tokens, Rooms room, std::int64_t work, int threads, Slots slots,
+                      const Pricing* pricing) {
+    constexpr std::int64_t kRoutingWork = 500;
+    require_batches(tokens, slots);
+    require_experts(slots, tokens.shape(2));
+    const auto experts = static_cast<std::int32_t>(tokens.shape(2)),
+               gpus = static_cast<std::int32_t>(slots.shape(1));
+    require(!pricing || pricing->gpus() == gpus, "one slowness per GPU");
+    require_room(tokens.shape(2), room, slots);
+    with_words(gpus, [&]<int W>() {
+        const auto solve = [&](const Layer& layer, const std::int64_t* of) {
+            thread_local std::vector<std::int64_t> routed;
+            routed.assign(layer.physical_slots(), 0);
+            if (!pricing) {
+                Flow<W> flow(layer, routed.data());
+                flow.solve(of);
+                return static_cast<double>(flow.makespan());
+            }
+            Makespan<W>& solver = makespan_solver<W>();
+            solver.solve(*pricing, layer, of, routed.data(), kRoutingWork);
+            return solver.makespan();
+        };
+        each_layer_alone(tokens.shape(0), threads, [&](std::size_t l) {
+            const auto make = [&](Layout& layout, std::span<const std::int64_t> of) {
+                return SolvedBatches(layout, of, solve);
             };
-            each_layer_alone(tokens.shape(0), threads, [&](std::size_t l) {
-                const auto make = [&](Layout& layout, std::span<const std::int64_t> of) {
-                    return SolvedBatches(layout, of, solve);
-                };
-                const auto out = slots_of(slots, l);
-                const auto of_layer = batches_of(tokens, l);
-                const auto makespan = [&](std::span<std::int32_t> of) {
-                    Layout layout(of, gpus, experts);
-                    return make(layout, of_layer).makespan();
-                };
-                std::vector<double> load(experts, 0.0);
-                for (std::size_t i = 0; i < of_layer.size(); ++i)
-                    load[i % experts] += static_cast<double>(of_layer[i]);
-                std::vector<std::int32_t> by_tokens(out.size());
-                place_apart(load, room_of(room, l), by_tokens);
-                double start = makespan(out);
-                if (const double packed = makespan(by_tokens); packed < start) {
-                    start = packed;
-                    std::copy(by_tokens.begin(), by_tokens.end(), out.begin());
-                }
-                place_for_batches(of_layer, gpus, Cooling{1e-3 * start, 1e-5 * start}, work, experts, out, make);
-            });
+            const auto out = slots_of(slots, l);
+            const auto of_layer = batches_of(tokens, l);
+            const auto makespan = [&](std::span<std::int32_t> of) {
+                Layout layout(of, gpus, experts);
+                return make(layout, of_layer).makespan();
+            };
+            std::vector<double> load(experts, 0.0);
+            for (std::size_t i = 0; i < of_layer.size(); ++i)
+                load[i % experts] += static_cast<double>(of_layer[i]);
+            std::vector<std::int32_t> by_tokens(out.size());
+            place_apart(load, room_of(room, l), by_tokens);
+            double start = makespan(out);
+            if (const double packed = makespan(by_tokens); packed < start) {
+                start = packed;
+                std::copy(by_tokens.begin(), by_tokens.end(), out.begin());
+            }
+            place_for_batches(of_layer, gpus, Cooling{1e-3 * start, 1e-5 * start}, work, experts, out, make);
         });
-    }
+    });
+}
 
 }  // namespace
 
