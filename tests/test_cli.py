@@ -357,7 +357,7 @@ def loads(tmp_path: Path) -> Path:
 def test_place_says_how_good_a_placement_is(loads: Path) -> None:
     """Beside the placement that engines start with: balance, bound, duplicates, every layer."""
     for columns in (None, 80):
-        result = run("place", loads, *DEPLOYED, columns=columns)
+        result = run("place", loads, *DEPLOYED, "--method", "deepseek", columns=columns)
         assert result.stderr == ""
         lines = result.stdout.splitlines()
         assert lines[:2] == [str(loads), "2 layers, 2 GPUs x 3 slots, 4 experts"]
@@ -421,7 +421,7 @@ def test_place_writes_the_placement(loads: Path, tmp_path: Path, name: str) -> N
         pytest.importorskip("yaml")
     to = ["--to", "sglang"] if name == "map.json" else []
     assert run("place", loads, *DEPLOYED, "-o", out, *to, "--quiet").output == ""
-    plan = solve_placement(LOAD[1:], num_gpus=2, slots_per_gpu=3)
+    plan = solve_placement(LOAD[1:], num_gpus=2, slots_per_gpu=3, method="search")
     dense = 1 if name == "map.json" else 0
     assert read_placement(out, num_gpus=2, dense_layers=dense) == plan.placement
     if name == "map.yaml":
@@ -483,7 +483,7 @@ def test_place_says_when_moving_never_pays(loads: Path, tmp_path: Path) -> None:
     old = tmp_path / "old.npy"
     np.save(old, np.array([[[0, 1, 2], [0, 3, 1]]] * 2))
     options = ["place", loads, "--gpus", 2, "--previous", old, "--model", "mixtral-8x7b"]
-    options += ["--top-k", 1, "--tokens-per-batch", 4000, "--objective"]
+    options += ["--method", "deepseek", "--top-k", 1, "--tokens-per-batch", 4000, "--objective"]
     assert "never" in run(*options, "deepseek-v3-fp8").stdout
     result = run(*options, "tokens")
     assert result.stderr == "note: no break-even steps: tokens is not in microseconds\n"
@@ -522,9 +522,10 @@ def test_place_takes_what_broke_other_systems(loads: Path, tmp_path: Path) -> No
     np.save(old, np.array([[0, 1, 2], [-1, -1, -1]]))
     loads.write_text("5,7,3,1\n")
     options = ["place", loads, "--gpus", 2, "--previous", old, "--quiet"]
-    run(*options)
+    run(*options, "--method", "deepseek")
+    assert "4 experts need 4 slots and 3 are filled" in refusal(*options)
     assert "expert 3 has no replica, and swift keeps" in refusal(*options, "--method", "swift")
-    said = refusal(*options, "--model", "mixtral-8x7b")
+    said = refusal(*options, "--method", "deepseek", "--model", "mixtral-8x7b")
     assert "layer 0: expert 3 must move to GPU" in said
 
 
@@ -561,9 +562,9 @@ def test_place_with_wrong_options_is_a_usage_error(
         (["--gpus", "3", "--slots", "1"], "4 experts need 4 slots and there are 3: 1 missing"),
         ([*DEPLOYED, "--nodes", "4"], "4 nodes"),
         ([*DEPLOYED, "--groups", "3"], "3 groups"),
-        ([*DEPLOYED, "--method", "swifft"], "unknown placement method 'swifft'; known: deepseek"),
+        ([*DEPLOYED, "--method", "swifft"], "unknown placement method 'swifft'; known: search"),
         ([*DEPLOYED, "--method", "deepseek:form=flat"], "form is auto, global, hierarchical"),
-        ([*DEPLOYED, "--tokens-per-batch", "8"], "deepseek does not heed tokens_per_batch"),
+        ([*DEPLOYED, "--tokens-per-batch", "8"], "search does not heed tokens_per_batch"),
         ([*DEPLOYED, "--over-windows", "2"], "'mean', 'worst' or from 0 to 1, not 2.0"),
         ([*DEPLOYED, "--draft-layers", "3"], "draft_layers is 3; the traffic has 3 layers"),
         ([*DEPLOYED, "--out", "map.json"], "give one of sglang, vllm, vllm-ascend"),
