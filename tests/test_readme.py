@@ -14,7 +14,7 @@ def test_blocks_print_what_the_readme_says() -> None:
     """Blocks share their names, as for a reader who types them in one session."""
     text = README.read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == text.count("```python") == 2
+    assert len(blocks) == text.count("```python") == 3
     names: dict[str, object] = {}
     for code, expected in blocks:
         printed = io.StringIO()
