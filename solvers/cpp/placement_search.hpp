@@ -39,6 +39,7 @@
 #include "distinct.hpp"
 #include "packing.hpp"
 #include "reslotting.hpp"
+#include "slot_keeping.hpp"
 
 namespace eplb {
 
@@ -169,14 +170,18 @@ class PlacementSearch {
 
     // Whether a GPU has two copies of an expert, as a placement to start from may.
     bool shares_copies() const {
-        return std::any_of(held_.begin(), held_.end(), [](std::uint8_t slots) { return slots > 1; });
+        return std::any_of(held_.begin(), held_.end(), [](std::uint16_t slots) { return slots > 1; });
     }
     double cost() const { return cost_; }
     std::int32_t moves() const { return moves_; }
 
+    // What stays on a GPU keeps its slot.
     void write(std::int32_t* slots) const {
-        std::fill_n(slots, static_cast<std::size_t>(gpus_) * task_.slots_per_gpu, kNone);
+        const auto width = static_cast<std::size_t>(task_.slots_per_gpu);
+        std::fill_n(slots, gpus_ * width, kNone);
         for (std::size_t i = 0; i < slot_of_.size(); ++i) slots[slot_of_[i]] = entry_[i];
+        for (std::size_t row = 0; task_.previous != nullptr && row < gpus_ * width; row += width)
+            keep_slots({task_.previous + row, width}, {slots + row, width});
     }
 
   private:
@@ -605,10 +610,10 @@ class PlacementSearch {
     std::int32_t windows_ = 0, experts_ = 0, gpus_ = 0, node_gpus_ = 0, moves_ = 0;
     std::vector<std::int32_t> begin_, slot_of_, gpu_of_;  // of GPUs; of entries
     std::vector<std::int32_t> entry_, copies_, order_;
-    std::vector<std::uint8_t> held_, old_;  // [gpus, experts]: slots now; whether before
-    std::vector<double> load_, share_;      // [experts, windows]
-    std::vector<double> weight_;            // [entries, windows]
-    std::vector<double> gpu_load_, total_;  // [gpus, windows]; [gpus]
+    std::vector<std::uint16_t> held_, old_;  // [gpus, experts]: slots now; whether before
+    std::vector<double> load_, share_;       // [experts, windows]
+    std::vector<double> weight_;             // [entries, windows]
+    std::vector<double> gpu_load_, total_;   // [gpus, windows]; [gpus]
     std::vector<std::array<std::int32_t, 4>> fullest_;
     std::vector<double> makespans_, rest_, trial_;
     std::vector<std::pair<std::int32_t, std::int32_t>> trades_;
