@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 
+from eplb_opt.engines import EngineError, require, seconds_left
 from eplb_opt.placers.base import Placed, PlacementProblem, PlacerTraits
 from eplb_opt.placers.exact import ORDERED_RANKS, Found, Program, place
-from eplb_opt.routers.exact import EngineError, require, seconds_left
 from eplb_opt.status import Proof
 
 if TYPE_CHECKING:

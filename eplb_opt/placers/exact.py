@@ -47,12 +47,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb_opt import _core
+from eplb_opt.engines import EngineError, at_a_time, seconds_left
 from eplb_opt.errors import EplbError
 from eplb_opt.measure import Measure, Split
 from eplb_opt.placement import EMPTY, Placement
 from eplb_opt.placers.base import Placed, PlacementProblem
 from eplb_opt.placers.search import Search
-from eplb_opt.routers.exact import EngineError, at_a_time, seconds_left
 from eplb_opt.status import Proof
 from eplb_opt.stopping import TimeLimit
 

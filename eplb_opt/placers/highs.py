@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb_opt.engines import BOUND_TOLERANCE, EngineError, Rows, new_engine, require, seconds_left
 from eplb_opt.placers.base import Placed, PlacementProblem, PlacerTraits
 from eplb_opt.placers.exact import ORDERED_RANKS, Found, Program, place
-from eplb_opt.routers.exact import EngineError, require, seconds_left
-from eplb_opt.routers.highs import BOUND_TOLERANCE, Rows, new_engine
 from eplb_opt.status import Proof
 
 if TYPE_CHECKING:

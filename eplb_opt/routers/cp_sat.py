@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb_opt.engines import EngineError, require, seconds_left
 from eplb_opt.objective import Curve, Objective, Piece
 from eplb_opt.placement import Placement
 from eplb_opt.routers.base import Solve, Traits
-from eplb_opt.routers.exact import EngineError, Found, Program, judge, require, seconds_left
+from eplb_opt.routers.exact import Found, Program, judge
 from eplb_opt.routers.values import ROUNDING
 from eplb_opt.status import Proof
 

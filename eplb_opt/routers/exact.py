@@ -49,17 +49,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb_opt.errors import EplbError, SolverUnavailableError
+from eplb_opt.engines import EngineError, at_a_time, seconds_left
+from eplb_opt.errors import EplbError
 from eplb_opt.objective import Curve, Objective, Piece
 from eplb_opt.placement import EMPTY, Placement
 from eplb_opt.routers.base import Context, Solve
@@ -461,12 +459,6 @@ class Found(NamedTuple):
     bound: float
 
 
-class EngineError(Exception):
-    """What an engine did instead of answering; `failure` adds the engine and the problem."""
-
-    by: Proof = Proof.NONE
-
-
 NOTHING = Found(None, -math.inf)
 
 Engine = Callable[[Program, "Int64 | None", float], Found]
@@ -476,25 +468,9 @@ The start, if any, is within `Program.most` and has its twins in order.
 """
 
 
-def seconds_left(deadline: float) -> float:
-    """Return the seconds to a deadline on the monotonic clock, inf if it is inf, never below 0."""
-    return max(0.0, deadline - time.monotonic())
-
-
 def deadline_of(context: Context) -> float:
     """Return when a call that begins now has to end, on the monotonic clock."""
     return math.inf if context.stop is None else time.monotonic() + context.stop.seconds
-
-
-def installed(package: str) -> bool:
-    """Say whether a package can be imported; import nothing."""
-    return find_spec(package) is not None
-
-
-def require(engine: str, package: str) -> None:
-    """Raise `SolverUnavailableError` if an engine's package is not installed; import nothing."""
-    if not installed(package):
-        raise SolverUnavailableError(f"{engine} needs {package}: pip install 'eplb-opt[exact]'")
 
 
 def pairs_of(placement: Placement, objective: Objective) -> list[Pairs]:
@@ -636,16 +612,6 @@ def by_problem(tokens: Int64, out: Routing) -> ByProblem:
         out.status.reshape(-1),
         out.proved_by.reshape(-1),
     )
-
-
-def at_a_time(threads: int, work: Callable[[int], None], problems: Iterable[int]) -> None:
-    """Call `work` for every problem, so many of them at a time.
-
-    Not in the caller's thread: HiGHS keeps a scheduler per thread, and ours would stop the caller
-    from choosing the threads of their own HiGHS models.
-    """
-    with ThreadPoolExecutor(threads) as pool:
-        deque(pool.map(work, problems), maxlen=0)
 
 
 def failure(out: Routing, problem: int, error: EngineError) -> EplbError:

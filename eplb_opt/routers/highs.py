@@ -4,32 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
+from eplb_opt.engines import BOUND_TOLERANCE, EngineError, Rows, new_engine, require, seconds_left
 from eplb_opt.objective import Objective
 from eplb_opt.placement import Placement
 from eplb_opt.routers.base import Solve, Traits
-from eplb_opt.routers.exact import (
-    EngineError,
-    Found,
-    Program,
-    in_units,
-    judge,
-    linear_time,
-    require,
-    seconds_left,
-)
+from eplb_opt.routers.exact import Found, Program, in_units, judge, linear_time
 from eplb_opt.status import Proof
 
 if TYPE_CHECKING:
     import highspy
-    from highspy._core import _Highs
-
-TOLERANCE = 1e-9
-BOUND_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,29 +115,6 @@ def _lowered(bound: float, unit: float) -> float:
     return unit * (bound - BOUND_TOLERANCE * max(1.0, abs(bound)))
 
 
-def new_engine(presolve: str, seconds: float) -> _Highs:
-    """Return a silent HiGHS without a model."""
-    from highspy._core import _Highs
-
-    # The class that highspy.Highs derives from, whose constructor prints a banner that no option
-    # can come in time to suppress.
-    engine = _Highs()
-    options: dict[str, bool | int | float | str] = {
-        "output_flag": False,
-        "threads": 1,
-        "time_limit": seconds,
-        "presolve": presolve,
-        "mip_rel_gap": 0.0,
-        "mip_abs_gap": 0.0,
-        "mip_feasibility_tolerance": TOLERANCE,
-        "primal_feasibility_tolerance": TOLERANCE,
-        "dual_feasibility_tolerance": TOLERANCE,
-    }
-    for option, value in options.items():
-        engine.setOptionValue(option, value)
-    return engine
-
-
 def _solution(
     columns: _Columns, program: Program, taken: NDArray[np.int64]
 ) -> highspy.HighsSolution:
@@ -186,42 +151,6 @@ class _Columns(NamedTuple):
     def width(self) -> int:
         """All columns, λ included."""
         return 1 + sum(map(len, self))
-
-
-class Rows:
-    """Rows of a linear program in the making, group by group."""
-
-    def __init__(self) -> None:
-        self.entries: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]] = []
-        self.lower: list[NDArray[np.float64]] = []
-        self.upper: list[NDArray[np.float64]] = []
-        self.count = 0
-
-    def add(self, lower: ArrayLike, upper: ArrayLike, *entries: tuple[Any, Any, Any]) -> None:
-        """Add rows between two limits; an entry is row (counted in the group), column, value."""
-        low, high = np.broadcast_arrays(np.atleast_1d(lower).astype(float), upper)
-        self.lower.append(low)
-        self.upper.append(high)
-        for row, column, value in entries:
-            at, columns, values = np.broadcast_arrays(row, column, value)
-            self.entries.append((self.count + at, columns, values))
-        self.count += len(low)
-
-    def finish(self, lp: highspy.HighsLp) -> None:
-        """Hand the rows to a program."""
-        import highspy
-
-        row, column, value = (
-            np.concatenate([e[k].ravel() for e in self.entries]) for k in range(3)
-        )
-        order = np.argsort(row, kind="stable")
-        start = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=self.count))])
-        lp.num_row_ = self.count
-        lp.row_lower_, lp.row_upper_ = np.concatenate(self.lower), np.concatenate(self.upper)
-        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        lp.a_matrix_.start_ = start.astype(np.int32)
-        lp.a_matrix_.index_ = column[order].astype(np.int32)
-        lp.a_matrix_.value_ = value[order].astype(np.float64)
 
 
 def _model(program: Program, columns: _Columns) -> highspy.HighsLp:

@@ -9,20 +9,11 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb_opt.engines import BOUND_TOLERANCE, EngineError, Rows, at_a_time, new_engine, require
 from eplb_opt.objective import Curve, Objective
 from eplb_opt.placement import Placement
 from eplb_opt.routers.base import Context, Solve, Traits
-from eplb_opt.routers.exact import (
-    EngineError,
-    Program,
-    at_a_time,
-    by_problem,
-    failure,
-    linear_time,
-    pairs_of,
-    require,
-)
-from eplb_opt.routers.highs import BOUND_TOLERANCE, Rows, new_engine
+from eplb_opt.routers.exact import Program, by_problem, failure, linear_time, pairs_of
 from eplb_opt.status import Proof, Status
 
 if TYPE_CHECKING:

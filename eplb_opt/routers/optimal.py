@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb_opt.engines import EngineError, at_a_time, installed, seconds_left
 from eplb_opt.objective import Objective, Piece
 from eplb_opt.placement import Placement
 from eplb_opt.routers import cp_sat, highs
@@ -19,16 +20,12 @@ from eplb_opt.routers.base import Context, RoutingMethod, Solve, Traits
 from eplb_opt.routers.exact import (
     NOTHING,
     Engine,
-    EngineError,
     Found,
     Program,
-    at_a_time,
     by_problem,
     deadline_of,
     failure,
-    installed,
     pairs_of,
-    seconds_left,
 )
 from eplb_opt.routers.flow import Flow
 from eplb_opt.routers.makespan import Makespan

@@ -17,21 +17,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eplb_opt.demand import as_tokens, reject_tokens
+from eplb_opt.engines import EngineError, require, seconds_left
 from eplb_opt.errors import InvalidTokensError, SolverUnavailableError
 from eplb_opt.objective import Objective
 from eplb_opt.placement import Placement
 from eplb_opt.routers.base import Solve, Traits
-from eplb_opt.routers.exact import (
-    NOTHING,
-    EngineError,
-    Found,
-    Pairs,
-    Program,
-    in_units,
-    judge,
-    require,
-    seconds_left,
-)
+from eplb_opt.routers.exact import NOTHING, Found, Pairs, Program, in_units, judge
 from eplb_opt.status import Proof
 
 if TYPE_CHECKING:

@@ -200,7 +200,7 @@ def test_an_engine_that_is_not_installed(
     method: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error names the extra to install."""
-    monkeypatch.setattr("eplb_opt.routers.exact.find_spec", lambda _: None)
+    monkeypatch.setattr("eplb_opt.engines.find_spec", lambda _: None)
     with pytest.raises(SolverUnavailableError, match=f"{method} needs {package}.*exact"):
         solve_placement([1], num_gpus=1, slots_per_gpu=1, method=method)
     assert placement_methods()[method].extra == "exact"

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from eplb_opt import _core
+from eplb_opt.engines import seconds_left
 from eplb_opt.errors import EplbError, InfeasibleError, InvalidTokensError, SolverUnavailableError
 from eplb_opt.objective import Curve, Objective, Piece
 from eplb_opt.placement import Placement
 from eplb_opt.routers.base import NO_CONTEXT, Context
-from eplb_opt.routers.exact import NOTHING, Found, Pairs, Program, judge, seconds_left
+from eplb_opt.routers.exact import NOTHING, Found, Pairs, Program, judge
 from eplb_opt.routing import Proof, Router, Routing, Status, solve_routing
 from eplb_opt.stopping import TimeLimit
 from eplb_opt.testing import Problem, check_routing, optimal_makespan
