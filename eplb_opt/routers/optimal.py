@@ -35,7 +35,7 @@ from eplb_opt.status import Proof, Status
 if TYPE_CHECKING:
     from eplb_opt.routing import Routing
 
-WORK = 100_000
+WORK = 20_000
 """Of the search, some 10 ms for a problem that it does not close."""
 
 BELOW = 1 - 1e-8
