@@ -274,8 +274,13 @@ def placement_bound(
       n - R of these have one copy, so k GPUs have k*(q+1) of them whole, and in all k*S - R experts
       to themselves: (the k*(q+1) lightest of the n hottest + the k*(S-q-1) - R lightest of all)/k.
 
-    With R >= G the last three are at most the mean, and are not counted. With several nodes the
-    three count within a node too, for each group, and the last for groups on nodes.
+    - without redundancy, for every i, w[i] the i-th hottest and v[j] the j-th lightest:
+      w[i] + the smaller of w[i] and v[i*(S-1)] + the S-2 lightest. Of the i hottest two share a GPU,
+      or i GPUs have i*(S-1) others among them, one of which is v[i*(S-1)] or hotter. With two slots
+      it is the optimum.
+
+    With R >= G the last four are at most the mean, and are not counted. With several nodes
+    they count within a node too, for each group, and for groups on nodes.
 
     O(experts log experts + R log R) per row of loads, in numpy.
 
@@ -360,6 +365,12 @@ def _least_peak(
     whole = hottest[..., n + 1] - hottest[..., n + 1 - k * (q + 1)]
     beside = np.maximum(k * (slots - q - 1) - redundant, 0)
     crowded = (whole + lightest[..., beside]) / k
-    return np.asarray(
-        np.maximum(by_copies, np.maximum(with_copies.max(axis=-1), crowded.max(axis=-1, initial=0)))
-    )
+    bound = np.maximum(by_copies, with_copies.max(axis=-1))
+    bound = np.maximum(bound, crowded.max(axis=-1, initial=0))
+    if redundant == 0 and slots > 1:
+        i = np.arange(1, min(experts, gpus) + 1)
+        companion = lightest[..., i * (slots - 1)] - lightest[..., i * (slots - 1) - 1]
+        hotter = hot[..., i - 1]
+        paired = hotter + np.minimum(companion, hotter) + lightest[..., slots - 2, None]
+        bound = np.maximum(bound, paired.max(axis=-1))
+    return np.asarray(bound)
