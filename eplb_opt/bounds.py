@@ -275,9 +275,9 @@ def placement_bound(
       to themselves: (the k*(q+1) lightest of the n hottest + the k*(S-q-1) - R lightest of all)/k.
 
     - without redundancy, for every i, w[i] the i-th hottest and v[j] the j-th lightest:
-      w[i] + the smaller of w[i] and v[i*(S-1)] + the S-2 lightest. Of the i hottest two share a GPU,
-      or i GPUs have i*(S-1) others among them, one of which is v[i*(S-1)] or hotter. With two slots
-      it is the optimum.
+      w[i] + the smaller of w[i] and v[i*(S-1)] + the S-2 lightest. Of the i hottest two share a
+      GPU, or i GPUs have i*(S-1) others among them, one of which is v[i*(S-1)] or hotter. With two
+      slots it is the optimum.
 
     With R >= G the last four are at most the mean, and are not counted. With several nodes
     they count within a node too, for each group, and for groups on nodes.

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from eplb_opt.routing import Routing
 
 WORK = 20_000
-"""Of the search, some 10 ms for a problem that it does not close."""
+"""Of the search; wide gaps get up to 25 times as much."""
 
 BELOW = 1 - 1e-8
 """Less than a makespan in hand: what is worth searching for."""
