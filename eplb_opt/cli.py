@@ -1072,7 +1072,9 @@ def compile_kernels(
     ] = None,
 ) -> None:
     """Compile the CUDA kernels ahead of time, without a GPU, and say what each takes of one."""
-    found = [u for a in arch.split(",") for file in kernel_files() for u in usage(file, a, cache)]
+    found = [
+        u for a in arch.split(",") for file in kernel_files() for u in usage(file, a.strip(), cache)
+    ]
     print_kernels(found)
     spilling = [f"{u.kernel} for {u.arch}" for u in found if u.spilled_bytes]
     if spilling:

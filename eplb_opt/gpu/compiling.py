@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import TextIO
 
 from eplb_opt import gpu
-from eplb_opt.errors import SolverUnavailableError
+from eplb_opt.errors import EplbError, SolverUnavailableError
 from eplb_opt.gpu.launches import KERNELS
 
 __all__ = [
@@ -102,6 +102,8 @@ def compile_file(
     ------
     SolverUnavailableError
         Without the extra ``gpu``.
+    EplbError
+        A cache folder that cannot be written.
     ValueError
         An architecture that is none, that is older than sm_80, or that the compiler does not know.
     """
@@ -116,8 +118,15 @@ def compile_file(
         code=text, code_type="c++", options=options, target_type="cubin"
     )
     folder = cache_folder() if cache is None else cache
-    folder.mkdir(parents=True, exist_ok=True)
-    with utils.FileStreamProgramCache(folder) as store:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        opened = utils.FileStreamProgramCache(folder)
+    except OSError as error:
+        raise EplbError(
+            f"{folder} cannot hold compiled kernels ({error.strerror}); set EPLB_OPT_CACHE, or "
+            "--cache, to a folder that can be written"
+        ) from error
+    with opened as store:
         kept = store.get(key) if log is None else None
         if kept is not None:
             return bytes(kept)

@@ -137,6 +137,8 @@ def _on_cuda(
     counts: Tensor | None = None,
 ) -> Tensor:
     shape = _checked(topk_ids, tables, gpus, slots_per_gpu, experts, method, counts)
+    if tables.data_ptr() % 16:
+        raise InvalidTokensError("tables must begin at a multiple of 16 bytes: clone them")
     physical = torch.empty_like(topk_ids, dtype=torch.int32)
     if physical.numel():
         launch = launch_of(topk_ids, tables, shape, method, counts, physical)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["assign_shares", "shares_of"]
 
+_MOST = 2**31 - 1
+
 
 def assign_shares(topk_ids: Tensor, slots: Tensor, shares: Tensor, before: Tensor) -> Tensor:
     """Say which physical slot serves each of a rank's tokens, where experts are split over slots.
@@ -41,7 +43,8 @@ def assign_shares(topk_ids: Tensor, slots: Tensor, shares: Tensor, before: Tenso
         Int32 ``[layers, experts, copies]``: every expert's slots, ascending, then -1, and the
         tokens that each takes of all ranks. `shares_of` has them of a routing.
     before
-        Int32 ``[layers, experts]``: the tokens of the ranks before this one.
+        Int32 ``[layers, experts]``: the tokens of the ranks before this one; a negative number
+        counts as 0.
 
     Returns
     -------
@@ -69,10 +72,27 @@ def assign_shares(topk_ids: Tensor, slots: Tensor, shares: Tensor, before: Tenso
 
 
 def shares_of(routing: Routing) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return slots and shares of a batch's routing: int32 ``[layers, experts, copies]`` each."""
+    """Return slots and shares of a batch's routing: int32 ``[layers, experts, copies]`` each.
+
+    Raises
+    ------
+    InvalidTokensError
+        A routing of several batches, or a slot that takes 2**31 tokens or more.
+    """
     table = routing.placement.logical_to_physical
+    if routing.makespan.size != len(table):
+        raise InvalidTokensError(
+            f"shares are those of one batch; this routing has {routing.makespan.size // len(table)}"
+        )
     layer = np.arange(len(table))[:, None, None]
     routed = routing.tokens.reshape(len(table), -1)[layer, np.maximum(table, 0)]
+    large = np.argwhere((routed > _MOST) & (table >= 0))
+    if large.size:
+        at, expert, copy = large[0]
+        raise InvalidTokensError(
+            f"layer {at}, expert {expert}: slot {table[at, expert, copy]} takes "
+            f"{routed[at, expert, copy]} tokens; {_MOST} at most fit int32"
+        )
     return table, np.where(table >= 0, routed, 0).astype(np.int32)
 
 
@@ -116,7 +136,7 @@ def _on_cpu(topk_ids: Tensor, slots: Tensor, shares: Tensor, before: Tensor) -> 
     first = np.stack([np.searchsorted(row, row) for row in ordered]) if ids.size else ordered
     place = np.empty_like(order)
     np.put_along_axis(place, order, np.arange(ids.shape[1]) - first, axis=1)
-    place = place + before.numpy()[layer, expert]
+    place = place + np.maximum(before.numpy(), 0)[layer, expert]
 
     end = np.cumsum(shares.numpy(), axis=-1, dtype=np.int64)[layer, expert]
     copy = (place[..., None] >= end).sum(axis=-1)

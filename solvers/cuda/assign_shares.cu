@@ -17,13 +17,13 @@ constexpr int kWarps = 4;
 
 // `topk_ids` is [layers, ids], of 4 or 8 bytes each, -1 for padding. `slots` [layers, experts, copies] lists
 // every expert's slots, ascending, then -1; `shares`, alike, the tokens that each takes of all ranks;
-// `before` [layers, experts] the tokens of the ranks before this one. Writes `physical` [layers, ids]: -1 for
-// padding, -2 for what no share is left for.
+// `before` [layers, experts] the tokens of the ranks before this one, negative ones as 0. Writes `physical`
+// [layers, ids]: -1 for padding, -2 for what no share is left for.
 extern "C" __global__ void assign_shares(const void* topk_ids, int bytes, long long ids, const int* slots,
                                          const int* shares, const int* before, int num_experts, int copies,
                                          int* physical) {
     using namespace eplb;
-    __shared__ int place[kWarps][kMaxExperts];
+    __shared__ int place[kWarps][kMaxExperts];  // bits of unsigned numbers: two int counts may add up
     const long long layer = blockIdx.x, first = layer * ids;
     const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarp, lane = lane_id();
     slots += layer * num_experts * copies, shares += layer * num_experts * copies, before += layer * num_experts;
@@ -42,10 +42,10 @@ extern "C" __global__ void assign_shares(const void* topk_ids, int bytes, long l
     }
     __syncthreads();
     for (int e = thread; e < num_experts; e += kWarps * kWarp) {
-        int sum = before[e];
+        unsigned sum = static_cast<unsigned>(max(before[e], 0));
         for (int w = 0; w < kWarps; ++w) {
-            const int own = place[w][e];
-            place[w][e] = sum;
+            const auto own = static_cast<unsigned>(place[w][e]);
+            place[w][e] = static_cast<int>(sum);
             sum += own;
         }
     }
@@ -55,9 +55,9 @@ extern "C" __global__ void assign_shares(const void* topk_ids, int bytes, long l
         const bool known = e >= 0 && e < num_experts;
         const unsigned same = __match_any_sync(kAllLanes, known ? static_cast<int>(e) : -1);
         const int earlier = __popc(same & ((1u << lane) - 1));
-        int at = known ? place[warp][e] + earlier : 0;
+        long long at = known ? static_cast<long long>(static_cast<unsigned>(place[warp][e])) + earlier : 0;
         __syncwarp();
-        if (known && earlier == 0) place[warp][e] = at + __popc(same);
+        if (known && earlier == 0) place[warp][e] = static_cast<int>(static_cast<unsigned>(at) + __popc(same));
         __syncwarp();
         if (i >= end) continue;
         int slot = -2;

@@ -158,7 +158,7 @@ def test_a_killed_recording_keeps_its_files(tmp_path: Path) -> None:
         "    for n in range(11): writer.append([[n, 1]])\n"
         "    os.kill(os.getpid(), 9)\n"
     )
-    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False)
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False, cwd=tmp_path)
     (tmp_path / ".steps-000000008.safetensors.unfinished").write_bytes(b"half")
     assert np.asarray(read(tmp_path).tokens)[:, 0, 0].tolist() == list(range(8))
     with TraceWriter(tmp_path, append=True) as writer:

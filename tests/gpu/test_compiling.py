@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from eplb_opt.cli import app
-from eplb_opt.errors import SolverUnavailableError
+from eplb_opt.errors import EplbError, SolverUnavailableError
 from eplb_opt.gpu import compiling, device
 from eplb_opt.gpu.launches import KERNELS
 
@@ -32,11 +32,13 @@ def test_sources_are_package_data() -> None:
         assert f" {kernel}(" in text
 
 
-def test_nothing_heavy_is_imported() -> None:
+def test_nothing_heavy_is_imported(tmp_path: Path) -> None:
     """The package, its GPU part and the command line need neither CUDA nor torch."""
     heavy = "[m for m in sys.modules if m.split('.')[0] in ('cuda', 'torch')]"
     code = f"import sys, eplb_opt.gpu, eplb_opt.gpu.device, eplb_opt.cli; print({heavy})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
     assert done.stdout == "[]\n"
 
 
@@ -67,6 +69,14 @@ def test_unknown_architectures_are_refused(tmp_path: Path, arch: str) -> None:
     require_nvrtc()
     with pytest.raises(ValueError, match=arch):
         compiling.compile_file("metro_locked.cu", arch, tmp_path)
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    """The error names the folder and what to set."""
+    require_nvrtc()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EplbError, match=r"cannot hold compiled kernels.*EPLB_OPT_CACHE"):
+        compiling.compile_file(compiling.kernel_files()[0], "sm_90", tmp_path / "file" / "kernels")
 
 
 def test_without_the_extra_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from eplb_opt import solve_routing
 from eplb_opt.demand import count_tokens
 from eplb_opt.errors import InvalidPlacementError, InvalidTokensError
+from eplb_opt.placement import Placement
 from eplb_opt.testing import Problem
 
 torch = pytest.importorskip("torch")
@@ -57,6 +58,31 @@ def test_tokens_beyond_the_shares_and_unknown_ids_get_the_sentinel(
     written = torch.full_like(physical, -77)
     fibers.launch(launch_of(ids, slots, shares, before, written))
     assert torch.equal(written, physical)
+
+
+def test_counts_that_add_up_beyond_int32(fibers: host_build.Fibers) -> None:
+    """Shares and the ranks before fit int32 each, their sums do not; a negative count is 0."""
+    most = 2**31 - 1
+    slots = torch.tensor([[[0, 1], [2, -1]]]).int()
+    shares = torch.tensor([[[most, most], [2, 0]]]).int()
+    before = torch.tensor([[most, -3]]).int()
+    ids = torch.tensor([0, 0, 1, 0, 1, 1])
+    physical = assign_shares(ids, slots, shares, before)
+    assert physical.tolist() == [1, 1, 2, 1, 2, -2]
+    written = torch.full_like(physical, -77)
+    fibers.launch(launch_of(ids, slots, shares, before, written))
+    assert torch.equal(written, physical)
+
+
+def test_shares_are_of_one_batch_that_fits() -> None:
+    """Several batches, or a slot with too many tokens, are refused; the message says where."""
+    placement = Placement([[0, 1], [0, 2]])
+    several = solve_routing(placement, [[4, 1, 0], [6, 0, 2]], objective="tokens")
+    with pytest.raises(InvalidTokensError, match="of one batch; this routing has 2"):
+        shares_of(several)
+    large = solve_routing(placement, [2**33 + 4, 1, 0])
+    with pytest.raises(InvalidTokensError, match="layer 0, expert 0: slot 2 takes 8589934596"):
+        shares_of(large)
 
 
 def test_operator_is_well_formed() -> None:
