@@ -26,7 +26,7 @@ from eplb_opt.errors import InvalidTokensError
 from eplb_opt.objective import Curve, Objective
 from eplb_opt.placement import Placement
 
-__all__ = ["certified_bound", "placement_bound"]
+__all__ = ["certified_bound", "confined_experts", "placement_bound"]
 
 _LeastTime = Callable[[NDArray[np.int64]], NDArray[np.float64]]
 """The least nominal time, at slowness 1, of a GPU that has counts of something; never falling."""
@@ -108,7 +108,7 @@ def certified_bound(
     batches = demand.size // (placement.num_layers * placement.num_experts)
     members = given.reshape(batches, placement.num_layers, placement.num_gpus)
     weights = demand.reshape(batches, placement.num_layers, placement.num_experts)
-    confined = np.where(_confined(placement, members), weights, 0)
+    confined = np.where(confined_experts(placement, members), weights, 0)
 
     slowness = np.array(objective.slowness or [1.0] * placement.num_gpus)
     by_activations = _bound(
@@ -130,8 +130,11 @@ def certified_bound(
     return np.asarray(np.maximum(bound, objective.idle)).reshape(lead)
 
 
-def _confined(placement: Placement, members: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return ``[batches, layers, experts]``: no slot outside the set holds the expert."""
+def confined_experts(placement: Placement, members: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return bool ``[batches, layers, experts]``: no slot outside the set holds the expert.
+
+    Of `members`, bool ``[batches, layers, gpus]``, by layer of a placement.
+    """
     outside = np.repeat(~members, placement.slots_per_gpu, axis=-1) & (placement.expert_of >= 0)
     escapes = np.zeros((*members.shape[:2], placement.num_experts), np.bool_)
     batch, layer, slot = np.nonzero(outside)

@@ -21,6 +21,9 @@ __all__ = ["MoveCurve", "spend"]
 States = Sequence[tuple[int, float]]
 """A layer's states: weights moved, makespan; the first is where it starts."""
 
+_Hull = list[tuple[int, float, int]]
+"""Corners of a lower convex hull: weights moved, makespan, state; makespans falling."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MoveCurve:
@@ -48,8 +51,8 @@ class MoveCurve:
     @classmethod
     def of(cls, layers: Sequence[States]) -> MoveCurve:
         """Return the curve of layers, each by its states."""
-        start = [_hull(states)[0] for states in layers]
-        segments = _segments(layers)
+        hulls = [_hull(states) for states in layers]
+        start, segments = [hull[0] for hull in hulls], _segments(hulls)
         moves = [sum(moves for moves, _, _ in start), *(s.moves for s in segments)]
         makespan = [sum(cost for _, cost, _ in start), *(-s.gain for s in segments)]
         return cls(np.cumsum(np.array(moves, np.int64)), np.cumsum(np.array(makespan)))
@@ -80,7 +83,7 @@ def spend(layers: Sequence[States], budget: int | None) -> NDArray[np.int64]:
     reached = np.array([hull[0][2] for hull in hulls], np.int64)
     left = budget - sum(hull[0][0] for hull in hulls)
     stuck = np.zeros(len(layers), np.bool_)
-    for segment in _segments(layers):
+    for segment in _segments(hulls):
         if stuck[segment.layer]:
             continue
         if segment.moves > left:
@@ -101,19 +104,18 @@ class _Segment:
     state: int
 
 
-def _segments(layers: Sequence[States]) -> list[_Segment]:
+def _segments(hulls: Sequence[_Hull]) -> list[_Segment]:
     """Return all segments, those that gain most by move first; a layer's stay in order."""
     segments = []
-    for layer, states in enumerate(layers):
-        hull = _hull(states)
+    for layer, hull in enumerate(hulls):
         for (moves, cost, _), (more, less, state) in pairwise(hull):
             segments.append(_Segment(layer, more - moves, cost - less, state))
     return sorted(segments, key=lambda s: -s.gain / s.moves)
 
 
-def _hull(states: States) -> list[tuple[int, float, int]]:
-    """Return the corners (moves, makespan, state) of the lower convex hull, makespans falling."""
-    hull: list[tuple[int, float, int]] = []
+def _hull(states: States) -> _Hull:
+    """Return the hull of a layer's states."""
+    hull: _Hull = []
     for moves, cost, state in sorted((m, c, k) for k, (m, c) in enumerate(states)):
         if hull and cost >= hull[-1][1]:
             continue

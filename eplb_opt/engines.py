@@ -1,4 +1,4 @@
-"""What the integer programming engines share: whether one is there, time, threads, HiGHS rows."""
+"""What uses of the integer programming engines share: presence, time, threads, settings, rows."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from eplb_opt.status import Proof
 if TYPE_CHECKING:
     import highspy
     from highspy._core import _Highs
+    from ortools.sat.python import cp_model
 
 TOLERANCE = 1e-9
 BOUND_TOLERANCE = 1e-6
@@ -55,7 +56,7 @@ def at_a_time(threads: int, work: Callable[[int], None], problems: Iterable[int]
         deque(pool.map(work, problems), maxlen=0)
 
 
-def new_engine(presolve: str, seconds: float) -> _Highs:
+def new_highs(presolve: str, seconds: float) -> _Highs:
     """Return a silent HiGHS without a model."""
     from highspy._core import _Highs
 
@@ -75,6 +76,21 @@ def new_engine(presolve: str, seconds: float) -> _Highs:
     }
     for option, value in options.items():
         engine.setOptionValue(option, value)
+    return engine
+
+
+def new_cp_sat(seconds: float) -> cp_model.CpSolver:
+    """Return a CP-SAT of one worker, whose proofs are exact and whose answers repeat."""
+    from ortools.sat.python import cp_model
+
+    engine = cp_model.CpSolver()
+    parameters = engine.parameters
+    parameters.num_workers = 1
+    parameters.random_seed = 0
+    parameters.relative_gap_limit = parameters.absolute_gap_limit = 0.0
+    # CP-SAT would take Ctrl-C for a time limit, and leave the process without Python's handler.
+    parameters.catch_sigint_signal = False
+    parameters.max_time_in_seconds = seconds
     return engine
 
 

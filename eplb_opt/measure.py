@@ -8,6 +8,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb_opt.bounds import confined_experts
 from eplb_opt.metrics import equal_split
 from eplb_opt.placement import Placement
 from eplb_opt.routing import solve_routing
@@ -118,8 +119,5 @@ def free_split(placement: Placement, load: NDArray[np.float64]) -> NDArray[np.fl
     tokens = tokens if placement.layered else tokens[0]
     routing = solve_routing(placement, tokens, objective="tokens")
     sets = np.atleast_2d(routing.certificate)
-    outside = np.repeat(~sets, placement.slots_per_gpu, axis=-1) & (placement.expert_of >= 0)
-    confined = load.copy()
-    layer, slot = np.nonzero(outside)
-    confined[layer, placement.expert_of[layer, slot]] = 0.0
+    confined = np.where(confined_experts(placement, sets[None])[0], load, 0.0)
     return np.asarray(confined.sum(axis=-1) / np.maximum(sets.sum(axis=-1), 1))

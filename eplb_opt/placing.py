@@ -331,8 +331,11 @@ def _as_problem(
 
 
 def _measured(problem: PlacementProblem, placement: Placement, placed: Placed) -> PlacementPlan:
-    measure = problem.measure
-    makespan = measure.makespan(placement, problem.windows)
+    measure, metrics = problem.measure, PlacementMetrics.of(placement, problem.load)
+    if len(problem.windows) == 1 and measure.split is Split.EQUAL:
+        makespan = metrics.peak  # which is measured already
+    else:
+        makespan = measure.makespan(placement, problem.windows)
     of_windows = placement_bound(
         problem.windows,
         num_gpus=problem.num_gpus,
@@ -359,7 +362,7 @@ def _measured(problem: PlacementProblem, placement: Placement, placed: Placed) -
         bound,
         proved_by,
         measure,
-        PlacementMetrics.of(placement, problem.load),
+        metrics,
         before,
         moves,
         placed.note,

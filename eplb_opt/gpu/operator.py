@@ -17,6 +17,7 @@ from eplb_opt.gpu import launches
 from eplb_opt.gpu.device import device
 from eplb_opt.gpu.launches import Launch
 from eplb_opt.gpu.tables import Shape, read_tables
+from eplb_opt.placement import Placement
 from eplb_opt.routing import Router
 
 try:
@@ -165,26 +166,23 @@ def _on_cpu(
         tokens = count_tokens(np.where(served, ids, PADDING)[..., None], experts)
     else:
         tokens = np.where(placement.copies > 0, np.maximum(counts.numpy(), 0), 0).astype(np.int64)
-    home = _homes(placement.core, tokens, order if method == "metro" else None, Router(placement))
+    home = _homes(placement, tokens, order if method == "metro" else None)
     physical = np.where(served, home[layer, expert], np.where(ids == PADDING, PADDING, NOBODY))
     return torch.from_numpy(physical.astype(np.int32).reshape(topk_ids.shape))
 
 
 def _homes(
-    core: _core.Placement,
-    tokens: NDArray[np.int64],
-    order: NDArray[np.int32] | None,
-    router: Router,
+    placement: Placement, tokens: NDArray[np.int64], order: NDArray[np.int32] | None
 ) -> NDArray[np.int64]:
     """Return int [layers, experts]: the slot that takes an expert's tokens, or `NOBODY`."""
-    out = router.allocate(tokens.shape)
+    out = Router(placement).allocate(tokens.shape)
     if order is None:
-        _core.route_matching(core, tokens, out.core, 1, False)
+        _core.route_matching(placement.core, tokens, out.core, 1, False)
     else:
-        _core.route_metro(core, tokens, out.core, 1, order)
+        _core.route_metro(placement.core, tokens, out.core, 1, order)
     home = np.full(tokens.shape, NOBODY)
     layer, slot = np.nonzero(out.tokens.reshape(len(tokens), -1))
-    home[layer, router.placement.expert_of[layer, slot]] = slot
+    home[layer, placement.expert_of[layer, slot]] = slot
     return home
 
 

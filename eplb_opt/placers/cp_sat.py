@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 
-from eplb_opt.engines import EngineError, require, seconds_left
+from eplb_opt.engines import EngineError, new_cp_sat, require, seconds_left
 from eplb_opt.placers.base import Placed, PlacementProblem, PlacerTraits
 from eplb_opt.placers.exact import ORDERED_RANKS, Found, Program, place
 from eplb_opt.status import Proof
@@ -71,17 +71,10 @@ def solve(program: Program, deadline: float) -> Found:
 
     grid = _Grid.of(program)
     stated = _state(program, grid)
-    engine = cp_model.CpSolver()
-    parameters = engine.parameters
-    parameters.num_workers = 1
-    parameters.random_seed = 0
-    parameters.relative_gap_limit = parameters.absolute_gap_limit = 0.0
+    engine = new_cp_sat(seconds_left(deadline))
     if not program.splits_freely:
         # Linear relaxations say no more than the counted bound does, and take most of the time.
-        parameters.linearization_level = 0
-    # CP-SAT would take Ctrl-C for a time limit, and leave the process without Python's handler.
-    parameters.catch_sigint_signal = False
-    parameters.max_time_in_seconds = seconds_left(deadline)
+        engine.parameters.linearization_level = 0
     status = engine.solve(stated.model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE, cp_model.UNKNOWN):
         raise EngineError(f"it ended with the status {engine.status_name(status)}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb_opt.engines import BOUND_TOLERANCE, EngineError, Rows, new_engine, require, seconds_left
+from eplb_opt.engines import BOUND_TOLERANCE, EngineError, Rows, new_highs, require, seconds_left
 from eplb_opt.placers.base import Placed, PlacementProblem, PlacerTraits
 from eplb_opt.placers.exact import ORDERED_RANKS, Found, Program, place
 from eplb_opt.status import Proof
@@ -64,7 +64,7 @@ def solve(program: Program, deadline: float) -> Found:
     columns = _Columns.of(program)
     model = _model(program, columns)
     for presolve in ("choose", "off"):
-        engine = new_engine(presolve, seconds_left(deadline))
+        engine = new_highs(presolve, seconds_left(deadline))
         engine.passModel(model)
         engine.run()
         status, info = engine.getModelStatus(), engine.getInfo()

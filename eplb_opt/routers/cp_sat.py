@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb_opt.engines import EngineError, require, seconds_left
+from eplb_opt.engines import EngineError, new_cp_sat, require, seconds_left
 from eplb_opt.objective import Curve, Objective, Piece
 from eplb_opt.placement import Placement
 from eplb_opt.routers.base import Solve, Traits
@@ -88,17 +88,10 @@ def solve(program: Program, start: NDArray[np.int64] | None, deadline: float) ->
     stated = _state(program, grid, least, most)
     if start is not None:
         _hint(stated, program, grid, start)
-    engine = cp_model.CpSolver()
-    parameters = engine.parameters
-    parameters.num_workers = 1
-    parameters.random_seed = 0
-    parameters.relative_gap_limit = parameters.absolute_gap_limit = 0.0
+    engine = new_cp_sat(seconds_left(deadline))
     # By default one worker may try a λ of hundredths value by value: for minutes, with eight pairs.
-    parameters.linearization_level = 2
-    parameters.use_objective_lb_search = True
-    # CP-SAT would take Ctrl-C for a time limit, and leave the process without Python's handler.
-    parameters.catch_sigint_signal = False
-    parameters.max_time_in_seconds = seconds_left(deadline)
+    engine.parameters.linearization_level = 2
+    engine.parameters.use_objective_lb_search = True
     status = engine.solve(stated.model)
     if status == cp_model.INFEASIBLE and start is None and math.isfinite(program.most):
         return _nothing_within(program)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb_opt.engines import BOUND_TOLERANCE, EngineError, Rows, new_engine, require, seconds_left
+from eplb_opt.engines import BOUND_TOLERANCE, EngineError, Rows, new_highs, require, seconds_left
 from eplb_opt.objective import Objective
 from eplb_opt.placement import Placement
 from eplb_opt.routers.base import Solve, Traits
@@ -85,7 +85,7 @@ def solve(program: Program, start: NDArray[np.int64] | None, deadline: float) ->
     columns = _Columns.of(program)
     model = _model(program, columns)
     for presolve in ("choose", "off"):
-        engine = new_engine(presolve, seconds_left(deadline))
+        engine = new_highs(presolve, seconds_left(deadline))
         engine.passModel(model)
         if start is not None:
             engine.setSolution(_solution(columns, program, start))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb_opt.engines import BOUND_TOLERANCE, EngineError, Rows, at_a_time, new_engine, require
+from eplb_opt.engines import BOUND_TOLERANCE, EngineError, Rows, at_a_time, new_highs, require
 from eplb_opt.objective import Curve, Objective
 from eplb_opt.placement import Placement
 from eplb_opt.routers.base import Context, Solve, Traits
@@ -183,7 +183,7 @@ def _vertex(
     lp.col_lower_ = np.zeros(lp.num_col_)
     lp.col_upper_ = np.concatenate([[np.inf], np.where(allowed, 1.0, 0.0)])
     rows.finish(lp)
-    engine = new_engine("choose", math.inf)
+    engine = new_highs("choose", math.inf)
     engine.setOptionValue("solver", "simplex")
     engine.passModel(lp)
     engine.run()

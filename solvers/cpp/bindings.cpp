@@ -689,15 +689,12 @@ void anneal_activations(Tokens tokens, std::int64_t work, int threads, Slots slo
                gpus = static_cast<std::int32_t>(slots.shape(1));
     with_words(gpus, [&]<int W>() {
         each_layer_alone(tokens.shape(0), threads, [&](std::size_t l) {
-            place_for_batches(
-                batches_of(tokens, l), gpus, Cooling{1e-2, 1e-4}, work, experts, slots_of(slots, l),
-                [](Layout& layout, std::span<const std::int64_t> of) { return RoutedBatches<W>(layout, of); });
+            place_for_activations<W>(batches_of(tokens, l), gpus, work, experts, slots_of(slots, l));
         });
     });
 }
 
-// Of any objective; without a pricing, of tokens alone. Starts from `slots`, or from a packing by tokens where
-// that is faster.
+// Of any objective; without a pricing, of tokens alone.
 void anneal_objective(Tokens tokens, Rooms room, std::int64_t work, int threads, Slots slots,
                       const Pricing* pricing) {
     constexpr std::int64_t kRoutingWork = 500;
@@ -721,26 +718,7 @@ void anneal_objective(Tokens tokens, Rooms room, std::int64_t work, int threads,
             return solver.makespan();
         };
         each_layer_alone(tokens.shape(0), threads, [&](std::size_t l) {
-            const auto make = [&](Layout& layout, std::span<const std::int64_t> of) {
-                return SolvedBatches(layout, of, solve);
-            };
-            const auto out = slots_of(slots, l);
-            const auto of_layer = batches_of(tokens, l);
-            const auto makespan = [&](std::span<std::int32_t> of) {
-                Layout layout(of, gpus, experts);
-                return make(layout, of_layer).makespan();
-            };
-            std::vector<double> load(experts, 0.0);
-            for (std::size_t i = 0; i < of_layer.size(); ++i)
-                load[i % experts] += static_cast<double>(of_layer[i]);
-            std::vector<std::int32_t> by_tokens(out.size());
-            place_apart(load, room_of(room, l), by_tokens);
-            double start = makespan(out);
-            if (const double packed = makespan(by_tokens); packed < start) {
-                start = packed;
-                std::copy(by_tokens.begin(), by_tokens.end(), out.begin());
-            }
-            place_for_batches(of_layer, gpus, Cooling{1e-3 * start, 1e-5 * start}, work, experts, out, make);
+            place_for_solved(batches_of(tokens, l), room_of(room, l), work, experts, slots_of(slots, l), solve);
         });
     });
 }

@@ -168,9 +168,10 @@ class PlacementSearch {
         return task_.over(trial_);
     }
 
-    // Whether a GPU has two copies of an expert, as a placement to start from may.
-    bool shares_copies() const {
-        return std::any_of(held_.begin(), held_.end(), [](std::uint16_t slots) { return slots > 1; });
+    // Whether every expert has a slot and none has two on a GPU, which a placement to start from may lack.
+    bool is_whole() const {
+        return std::all_of(copies_.begin(), copies_.end(), [](std::int32_t copies) { return copies > 0; }) &&
+               std::none_of(held_.begin(), held_.end(), [](std::uint16_t slots) { return slots > 1; });
     }
     double cost() const { return cost_; }
     std::int32_t moves() const { return moves_; }
@@ -634,18 +635,14 @@ void search_placement(const PlacementTask& task, double floor, double within, st
     const auto near = [&](double bound) { return bound * (1 + within); };
     double reached = std::numeric_limits<double>::infinity();
     if (task.previous != nullptr) {
-        std::vector<char> held(task.experts, 0);
-        const std::size_t size = static_cast<std::size_t>(task.gpus) * task.slots_per_gpu;
-        for (std::size_t p = 0; p < size; ++p)
-            if (task.previous[p] >= 0) held[task.previous[p]] = 1;
-        if (std::find(held.begin(), held.end(), 0) == held.end()) {
-            PlacementSearch<kOneWindow> search(task);
-            std::copy_n(task.previous, size, slots);
-            Distinct().repair(search.mean_load(), task.gpus, task.slots_per_gpu, task.nodes, slots);
-            search.start_from(slots);
+        PlacementSearch<kOneWindow> search(task);
+        std::copy_n(task.previous, static_cast<std::size_t>(task.gpus) * task.slots_per_gpu, slots);
+        Distinct().repair(search.mean_load(), task.gpus, task.slots_per_gpu, task.nodes, slots);
+        search.start_from(slots);
+        if (search.is_whole()) {
             search.improve(near(floor), work);
             search.write(slots);
-            if (!search.shares_copies()) reached = search.cost();
+            reached = search.cost();
             if (reached <= near(floor)) return;
         }
     }

@@ -60,4 +60,39 @@ void place_for_batches(std::span<const std::int64_t> tokens, std::int32_t gpus, 
     if (make(layout, tokens).makespan() > before) layout.restore(start);
 }
 
+// The fewest activated replicas on the fullest GPU; for up to W * 64 GPUs.
+template <int W>
+void place_for_activations(std::span<const std::int64_t> tokens, std::int32_t gpus, std::int64_t max_work,
+                           std::int32_t experts, std::span<std::int32_t> slots) {
+    place_for_batches(
+        tokens, gpus, Cooling{1e-2, 1e-4}, max_work, experts, slots,
+        [](Layout& layout, std::span<const std::int64_t> of) { return RoutedBatches<W>(layout, of); });
+}
+
+// What solve(layer, tokens of a batch) makes the makespan; from `slots`, or from a packing by tokens where that
+// is faster.
+template <class Solve>
+void place_for_solved(std::span<const std::int64_t> tokens, std::span<const std::int32_t> room,
+                      std::int64_t max_work, std::int32_t experts, std::span<std::int32_t> slots,
+                      const Solve& solve) {
+    const auto gpus = static_cast<std::int32_t>(room.size());
+    const auto make = [&](Layout& layout, std::span<const std::int64_t> of) {
+        return SolvedBatches(layout, of, solve);
+    };
+    const auto makespan = [&](std::span<std::int32_t> of) {
+        Layout layout(of, gpus, experts);
+        return make(layout, tokens).makespan();
+    };
+    std::vector<double> load(experts, 0.0);
+    for (std::size_t i = 0; i < tokens.size(); ++i) load[i % experts] += static_cast<double>(tokens[i]);
+    std::vector<std::int32_t> by_tokens(slots.size());
+    place_apart(load, room, by_tokens);
+    double start = makespan(slots);
+    if (const double packed = makespan(by_tokens); packed < start) {
+        start = packed;
+        std::copy(by_tokens.begin(), by_tokens.end(), slots.begin());
+    }
+    place_for_batches(tokens, gpus, Cooling{1e-3 * start, 1e-5 * start}, max_work, experts, slots, make);
+}
+
 }  // namespace eplb
