@@ -144,6 +144,9 @@ class Heat(Protocol):
             When `scheduled` is needed.
         """
 
+    def decline(self) -> None:
+        """Tell the cycle that nothing changes by the load that its last step gave."""
+
 
 @dataclass(slots=True)
 class SlidingWindow:
@@ -207,6 +210,9 @@ class SlidingWindow:
             return HeatStep(collected)
         self._since = 0
         return HeatStep(collected, self._window.load(), range(len(counts)))
+
+    def decline(self) -> None:
+        """Nothing: the interval goes on as it would."""
 
 
 @dataclass(slots=True)
@@ -272,6 +278,9 @@ class CollectThenDecide:
         layer = self._done - self.collection_interval - self.algorithm_interval
         self._done = 0 if layer + 1 == len(counts) else self._done + 1
         return HeatStep(False, committed=range(layer, layer + 1) if layer >= 0 else range(0))
+
+    def decline(self) -> None:
+        """Nothing: layers take their iterations also where none changes."""
 
 
 @dataclass(slots=True)
@@ -341,6 +350,11 @@ class PeriodicDump:
             return HeatStep(True, load)
         self._since = 1
         return HeatStep(True, load, range(layers))
+
+    def decline(self) -> None:
+        """Count towards the next dump from this one on; no chunk is updated."""
+        self._next_layer = None
+        self._since = 1
 
     def _chunk(self, layers: int) -> int:
         return layers if self.layers_per_chunk is None else self.layers_per_chunk
