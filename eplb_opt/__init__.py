@@ -30,6 +30,7 @@ from eplb_opt.errors import (
 from eplb_opt.formats.placements import PlacementFormat, read_placement, write_placement
 from eplb_opt.gap import optimality_gap
 from eplb_opt.heat import CollectThenDecide, PeriodicDump, SlidingWindow, StageFilter
+from eplb_opt.loop import BreakEven, EplbLoop, Worth
 from eplb_opt.measure import Measure, Split
 from eplb_opt.memory import memory_per_gpu
 from eplb_opt.metrics import PlacementMetrics
@@ -41,6 +42,7 @@ from eplb_opt.recorder import Recorder
 from eplb_opt.regime import RegimeMap, regime_map
 from eplb_opt.routers import RoutingMethod, routing_methods
 from eplb_opt.routing import Router, Routing, RoutingSummary, solve_routing
+from eplb_opt.settings import AscendEplb, Deployment, SglangEplb, VllmEplb
 from eplb_opt.status import Proof, Status
 from eplb_opt.stopping import TimeLimit
 from eplb_opt.topology import Transport, transport
@@ -69,9 +71,13 @@ def __getattr__(name: str) -> str:
 __all__ = [
     "MODEL_SHAPES",
     "OBJECTIVES",
+    "AscendEplb",
+    "BreakEven",
     "CollectThenDecide",
     "Curve",
+    "Deployment",
     "EplbError",
+    "EplbLoop",
     "FormatError",
     "InfeasibleError",
     "InvalidPlacementError",
@@ -95,6 +101,7 @@ __all__ = [
     "Routing",
     "RoutingMethod",
     "RoutingSummary",
+    "SglangEplb",
     "SlidingWindow",
     "SolverUnavailableError",
     "Split",
@@ -105,7 +112,9 @@ __all__ = [
     "TokenTrace",
     "TransferPlan",
     "Transport",
+    "VllmEplb",
     "Workload",
+    "Worth",
     "certified_bound",
     "count_tokens",
     "expert_bytes",
