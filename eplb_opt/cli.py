@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from typer.core import TyperGroup
 
+from eplb_opt.batches import local_batches, moe_layers
 from eplb_opt.comparison import ComparedPlan, PlacementComparison
 from eplb_opt.demand import count_tokens
 from eplb_opt.errors import EplbError, InvalidTokensError
@@ -34,7 +35,7 @@ from eplb_opt.formats.placements import (
     read_placement,
     write_placement,
 )
-from eplb_opt.gap import default_methods, local_batches, moe_layers, optimality_gap
+from eplb_opt.gap import default_methods, optimality_gap
 from eplb_opt.gpu.compiling import ARCHITECTURES, kernel_files, usage
 from eplb_opt.measure import Split
 from eplb_opt.metrics import PlacementMetrics

@@ -10,37 +10,30 @@ import os
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from eplb_opt.demand import COUNTS_ALLOWED, count_tokens, out_of_range
+from eplb_opt.batches import Batches, Traffic, moe_layers, opened
 from eplb_opt.errors import EplbError, InvalidTokensError
 from eplb_opt.objective import Objective
 from eplb_opt.placement import slots_for
 from eplb_opt.placers import PlacementMethod
 from eplb_opt.placing import as_load, solve_placement
-from eplb_opt.routers import RoutingMethod, resolve_method, routing_methods
+from eplb_opt.routers import RoutingMethod, resolve_for
 from eplb_opt.routing import Router
 from eplb_opt.status import Status
 from eplb_opt.stopping import TimeLimit
-from eplb_opt.trace import LoadTrace, TokenTrace, read_trace
+from eplb_opt.trace import LoadTrace, TokenTrace
 from eplb_opt.workload import Workload
 
 __all__ = ["GapRow", "GapStudy", "Traffic", "default_methods", "optimality_gap"]
 
-Traffic: TypeAlias = "Workload | LoadTrace | TokenTrace | str | os.PathLike[str]"
-
 _RULES = ("metro:order=single-copy-first", "metro")
 _SPLITTING_RULES = ("uniform", "rank-mod", "nearest", "vllm-hash", "trtllm", "random")
-
-# Methods that solve one objective only; under another they are rules, priced like all others.
-_OWN_OBJECTIVE = {"matching": "activations", "flow": "tokens"}
-
-_STEPS_AT_ONCE = 32  # bounds the memory of a study, whatever the length of its trace
 
 
 def default_methods(objective: Objective) -> tuple[str, ...]:
@@ -284,7 +277,7 @@ def optimality_gap(
     (58, True)
     """
     objective = Objective.of(objective)
-    batches = _Batches.of(
+    batches = Batches.of(
         traffic, tokens=tokens, steps=steps, top_k=top_k, draft_layers=draft_layers, seed=seed
     )
     load = batches.load if place_on is None else _load_of(place_on, draft_layers, batches)
@@ -305,7 +298,8 @@ def optimality_gap(
             )
             for label, m, own in resolved
         ]
-        for demand, ids in batches.chunks(num_gpus):
+        for chunk in batches.chunks(num_gpus):
+            demand, ids = chunk.tokens, chunk.topk_ids
             routing = best.route(demand, bound=True)
             optimum, least = routing.bound, routing.makespan
             answers = []
@@ -331,102 +325,6 @@ def optimality_gap(
         reference=reference,
         idle=objective.idle,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Batches:
-    """Batches to route, in chunks of steps, over the MoE layers of some traffic.
-
-    `layers` are those among the `recorded_layers`, and `load` is theirs. `at` gives tokens
-    ``[steps, recorded layers, experts]`` or top-k ids ``[steps, recorded layers, rows, k]`` of the
-    steps from one number to another.
-    """
-
-    name: str
-    steps: int
-    tokens: int | None
-    recorded_layers: int
-    load: NDArray[np.float64]
-    layers: NDArray[np.intp]
-    at: Callable[[int, int], NDArray[np.integer]]
-    holds_ids: bool
-
-    @classmethod
-    def of(
-        cls,
-        traffic: Traffic | None,
-        *,
-        tokens: int,
-        steps: int | None,
-        top_k: int,
-        draft_layers: int,
-        seed: int,
-    ) -> _Batches:
-        if tokens < 1 or (steps is not None and steps < 1):
-            raise ValueError(f"tokens and steps must be at least 1, not {tokens} and {steps}")
-        if traffic is None:
-            traffic = Workload.preset("deepseek-v3", seed=seed)
-        name = str(traffic) if isinstance(traffic, (str, os.PathLike)) else "traffic in memory"
-        source = opened(traffic)
-        if isinstance(source, LoadTrace) and source.num_steps == 1:
-            name += ", drawn from its popularity"
-            source = Workload.from_load(source.load(), top_k, seed=seed)
-        if isinstance(source, Workload):
-            popularity, drawn = source.popularity, source
-            if source is traffic:
-                layers, experts = popularity.shape
-                name = (
-                    f"synthetic traffic, {layers} layers of {experts} experts, top-{source.top_k}"
-                )
-            return cls(
-                name,
-                steps or 20,
-                tokens,
-                len(popularity),
-                *moe_layers(popularity, draft_layers),
-                at=lambda begin, end: drawn.draw(tokens, end - begin, first_step=begin),
-                holds_ids=True,
-            )
-        if isinstance(source, LoadTrace):
-            if steps is not None and steps > source.num_steps:
-                raise InvalidTokensError(f"the trace has {source.num_steps} steps; {steps} wanted")
-            counts = source.tokens[:steps]
-            return cls(
-                name,
-                len(counts),
-                None,
-                source.num_layers,
-                *moe_layers(source.load(), draft_layers),
-                at=lambda begin, end: np.asarray(counts[begin:end]),
-                holds_ids=False,
-            )
-        cut = source.batches(tokens, steps=steps)
-        return cls(
-            name,
-            len(cut),
-            tokens,
-            source.num_layers,
-            *moe_layers(source.load(), draft_layers),
-            at=lambda begin, end: cut[begin:end],
-            holds_ids=True,
-        )
-
-    def chunks(self, gpus: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int32] | None]]:
-        """Yield tokens, and ids ``[steps, layers, gpus, rows, k]`` where the traffic has them."""
-        experts = self.load.shape[1]
-        for begin in range(0, self.steps, _STEPS_AT_ONCE):
-            part = self.at(begin, min(begin + _STEPS_AT_ONCE, self.steps))[:, self.layers]
-            if self.holds_ids:
-                yield count_tokens(part, experts), local_batches(part, gpus)
-                continue
-            wrong = out_of_range(part)
-            if wrong.any():
-                step, layer, expert = (int(i) for i in np.argwhere(wrong)[0])
-                raise InvalidTokensError(
-                    f"step {begin + step}, layer {self.layers[layer]}, expert {expert} has "
-                    f"{part[step, layer, expert]} tokens; {COUNTS_ALLOWED}"
-                )
-            yield np.ascontiguousarray(part, dtype=np.int64), None
 
 
 @dataclass(frozen=True, slots=True)
@@ -573,19 +471,8 @@ class _Tally:
         return mean["tokens"] if self.objective.counts_tokens else math.nan
 
 
-def opened(traffic: Traffic) -> Workload | LoadTrace | TokenTrace:
-    if isinstance(traffic, (str, os.PathLike)):
-        return read_trace(traffic)
-    if not isinstance(traffic, (Workload, LoadTrace, TokenTrace)):
-        raise TypeError(
-            f"traffic must be a Workload, LoadTrace, TokenTrace or a path, not {type(traffic)}; "
-            f"counts [steps, layers, experts] make a LoadTrace"
-        )
-    return traffic
-
-
 def _load_of(
-    place_on: Traffic | ArrayLike, draft_layers: int, batches: _Batches
+    place_on: Traffic | ArrayLike, draft_layers: int, batches: Batches
 ) -> NDArray[np.float64]:
     """Return what to place on, float64 [layers, experts], for the layers that the batches have."""
     if isinstance(place_on, (str, os.PathLike, Workload, LoadTrace, TokenTrace)):
@@ -602,18 +489,6 @@ def _load_of(
             f"the traffic {batches.load.shape}"
         )
     return load
-
-
-def moe_layers(load: ArrayLike, draft_layers: int) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
-    """Return the rows with any load, but for a draft model's, and which they are."""
-    array = np.asarray(load, dtype=np.float64)
-    if not 0 <= draft_layers < len(array):
-        raise ValueError(f"draft_layers is {draft_layers}; the traffic has {len(array)} layers")
-    array = array[: len(array) - draft_layers]
-    layers = np.flatnonzero(array.any(axis=-1))
-    if not layers.size:
-        raise InvalidTokensError("the traffic holds no tokens in any layer")
-    return array[layers], layers
 
 
 def deployments(
@@ -638,34 +513,14 @@ def deployments(
     return list(dict.fromkeys(per_gpu))
 
 
-def local_batches(ids: NDArray[np.integer], gpus: int) -> NDArray[np.int32]:
-    """Cut ``[steps, layers, rows, k]`` into ``[steps, layers, gpus, rows / gpus, k]``, padded.
-
-    Consecutive rows stay together, as the tokens of a prompt do; blocks differ by one row at most.
-    """
-    steps, layers, rows, k = ids.shape
-    by_gpu = np.full((steps, layers, gpus, -(-rows // gpus), k), -1, np.int32)
-    row = np.arange(rows)
-    gpu = row * gpus // rows
-    first_row = -(-gpu * rows // gpus)
-    by_gpu[:, :, gpu, row - first_row] = ids
-    return by_gpu
-
-
 def _resolved(
     methods: Sequence[str | RoutingMethod] | None, objective: Objective, holds_ids: bool
 ) -> list[tuple[str, RoutingMethod, Objective]]:
     """Return labels, methods and what each minimises: of those asked for, or the default ones."""
     if isinstance(methods, str) or (methods is not None and not len(methods)):
         raise ValueError(f"methods is {methods!r}; expected a list of one or more")
-    resolved: list[tuple[str, RoutingMethod, Objective]] = []
-    for method in default_methods(objective) if methods is None else methods:
-        label = method if isinstance(method, str) else repr(method)
-        name = label.partition(":")[0]
-        own = objective
-        if name in _OWN_OBJECTIVE and not routing_methods()[name].solves(objective):
-            own = Objective.preset(_OWN_OBJECTIVE[name])
-        resolved.append((label, resolve_method(method, own), own))
+    wanted = default_methods(objective) if methods is None else methods
+    resolved = [resolve_for(method, objective) for method in wanted]
     return [
         (label, method, own)
         for label, method, own in resolved

@@ -17,8 +17,9 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb_opt.batches import Traffic, moe_layers, opened
 from eplb_opt.demand import count_tokens
-from eplb_opt.gap import Traffic, as_csv, as_json, deployments, moe_layers, opened
+from eplb_opt.gap import as_csv, as_json, deployments
 from eplb_opt.objective import Objective
 from eplb_opt.placement import EMPTY, Placement
 from eplb_opt.placing import solve_placement

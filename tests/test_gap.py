@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from eplb_opt import gap
+from eplb_opt import batches
 from eplb_opt.demand import count_tokens
 from eplb_opt.errors import EplbError, InvalidPlacementError, InvalidTokensError
 from eplb_opt.formats.recording import TraceWriter
@@ -128,9 +128,9 @@ def test_long_traffic_is_routed_in_parts(
     for traffic in (token_trace(ids), workload, LoadTrace(count_tokens(ids, 16))):
         if isinstance(traffic, LoadTrace):
             setting["methods"] = ["optimal", "metro", "uniform"]
-        monkeypatch.setattr(gap, "_STEPS_AT_ONCE", 32)
+        monkeypatch.setattr(batches, "_STEPS_AT_ONCE", 32)
         in_parts = optimality_gap(traffic, **setting)
-        monkeypatch.setattr(gap, "_STEPS_AT_ONCE", 40)
+        monkeypatch.setattr(batches, "_STEPS_AT_ONCE", 40)
         at_once = optimality_gap(traffic, **setting)
         assert without_times(in_parts) == without_times(at_once)
         assert in_parts.rows[0].problems == 80

@@ -46,6 +46,7 @@ __all__ = [
     "Uniform",
     "VllmHash",
     "finish",
+    "resolve_for",
     "resolve_method",
     "routing_methods",
 ]
@@ -107,6 +108,36 @@ def resolve_method(method: str | RoutingMethod, objective: Objective) -> Routing
             "picks the method by objective"
         )
     return resolved
+
+
+def resolve_for(
+    method: str | RoutingMethod, objective: Objective
+) -> tuple[str, RoutingMethod, Objective]:
+    """Return a method's label, the method, and what it minimises when `objective` is priced.
+
+    ``"matching"`` and ``"flow"`` solve one objective only; under another they are rules, whose
+    answers are priced like all others.
+
+    Raises
+    ------
+    ValueError
+        As `resolve_method`.
+
+    Examples
+    --------
+    >>> label, method, own = resolve_for("flow", Objective.preset("activations"))
+    >>> label, own.name
+    ('flow', 'tokens')
+    """
+    label = method if isinstance(method, str) else repr(method)
+    name = label.partition(":")[0]
+    own = objective
+    if name in _OWN_OBJECTIVE and not _METHODS[name].traits.solves(objective):
+        own = Objective.preset(_OWN_OBJECTIVE[name])
+    return label, resolve_method(method, own), own
+
+
+_OWN_OBJECTIVE = {"matching": "activations", "flow": "tokens"}
 
 
 def _parse(spec: str, objective: Objective) -> RoutingMethod:

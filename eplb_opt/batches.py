@@ -1,0 +1,250 @@
+"""Batches to route, cut from traffic of any kind: a few steps at a time, over its MoE layers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from eplb_opt.demand import COUNTS_ALLOWED, count_tokens, out_of_range
+from eplb_opt.errors import InvalidTokensError
+from eplb_opt.trace import LoadTrace, StepFacts, TokenTrace, read_trace
+from eplb_opt.workload import Workload
+
+__all__ = ["BatchSteps", "Batches", "Traffic", "local_batches", "moe_layers", "opened"]
+
+Traffic: TypeAlias = "Workload | LoadTrace | TokenTrace | str | os.PathLike[str]"
+
+_STEPS_AT_ONCE = 32  # bounds the memory of a study, whatever the length of its trace
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchSteps:
+    """The batches of a few consecutive steps.
+
+    Attributes
+    ----------
+    first
+        The first step's number.
+    tokens
+        Int64 ``[steps, layers, experts]``.
+    source_tokens
+        Int64 ``[steps, layers, gpus, experts]`` where counts were recorded by source, else None.
+    topk_ids
+        Int32 ``[steps, layers, gpus, rows, k]``, local batches, where the traffic has them.
+    """
+
+    first: int
+    tokens: NDArray[np.int64]
+    source_tokens: NDArray[np.int64] | None = None
+    topk_ids: NDArray[np.int32] | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """All batches of some traffic.
+
+    Attributes
+    ----------
+    name
+        What the traffic is.
+    steps
+        How many.
+    tokens
+        Of a batch over all GPUs, where batches are drawn or cut from a token trace.
+    top_k
+        Experts per token; None where a trace does not tell.
+    recorded_layers
+        Layers of the traffic, dense ones included.
+    load
+        Float64 ``[layers, experts]``, of the MoE layers.
+    layers
+        Which of the recorded layers these are.
+    counts
+        Gives tokens ``[steps, recorded layers, experts]``, or top-k ids ``[steps, recorded layers,
+        rows, k]``, of the steps from one number to another.
+    holds_ids
+        Which of the two.
+    sources
+        Gives tokens ``[steps, recorded layers, sources, experts]`` where they were recorded.
+    facts
+        What is known of each step.
+    """
+
+    name: str
+    steps: int
+    tokens: int | None
+    top_k: int | None
+    recorded_layers: int
+    load: NDArray[np.float64]
+    layers: NDArray[np.intp]
+    counts: Callable[[int, int], NDArray[np.integer]]
+    holds_ids: bool
+    sources: Callable[[int, int], NDArray[np.integer]] | None = None
+    facts: StepFacts = field(default_factory=StepFacts)
+
+    @classmethod
+    def of(
+        cls,
+        traffic: Traffic | None,
+        *,
+        tokens: int,
+        steps: int | None,
+        top_k: int,
+        draft_layers: int = 0,
+        seed: int = 0,
+    ) -> Batches:
+        """Take the batches of some traffic.
+
+        Parameters
+        ----------
+        traffic
+            A trace is replayed, but for counts of a single step, whose load batches are drawn by.
+            None: DeepSeek-V3's synthetic decode traffic.
+        tokens
+            Tokens of a batch over all GPUs, where batches are drawn or cut from a token trace.
+        steps
+            Batches; default 20, or the whole of a trace that is replayed, which must hold as many.
+        top_k
+            Experts per token, where batches are drawn from counts.
+        draft_layers
+            Layers at the end of the traffic that belong to a draft model; left out.
+        seed
+            For drawing batches, where `traffic` is not a `Workload`, which has its own.
+
+        Raises
+        ------
+        InvalidTokensError
+            Traffic without any token, or with fewer steps.
+        ValueError
+            Numbers out of range.
+        """
+        if tokens < 1 or (steps is not None and steps < 1):
+            raise ValueError(f"tokens and steps must be at least 1, not {tokens} and {steps}")
+        if traffic is None:
+            traffic = Workload.preset("deepseek-v3", seed=seed)
+        name = str(traffic) if isinstance(traffic, (str, os.PathLike)) else "traffic in memory"
+        source = opened(traffic)
+        if isinstance(source, LoadTrace) and source.num_steps == 1:
+            name += ", drawn from its popularity"
+            source = Workload.from_load(source.load(), source.top_k or top_k, seed=seed)
+        if isinstance(source, Workload):
+            popularity, drawn = source.popularity, source
+            if source is traffic:
+                layers, experts = popularity.shape
+                name = (
+                    f"synthetic traffic, {layers} layers of {experts} experts, top-{source.top_k}"
+                )
+            return cls(
+                name,
+                steps or 20,
+                tokens,
+                source.top_k,
+                len(popularity),
+                *moe_layers(popularity, draft_layers),
+                counts=lambda begin, end: drawn.draw(tokens, end - begin, first_step=begin),
+                holds_ids=True,
+            )
+        if isinstance(source, LoadTrace):
+            if steps is not None and steps > source.num_steps:
+                raise InvalidTokensError(f"the trace has {source.num_steps} steps; {steps} wanted")
+            counts, by_source = source.tokens[:steps], source.source_tokens
+            return cls(
+                name,
+                len(counts),
+                None,
+                source.top_k,
+                source.num_layers,
+                *moe_layers(source.load(), draft_layers),
+                counts=lambda begin, end: np.asarray(counts[begin:end]),
+                holds_ids=False,
+                sources=None
+                if by_source is None
+                else lambda begin, end: np.asarray(by_source[begin:end]),
+                facts=source.facts,
+            )
+        cut = source.batches(tokens, steps=steps)
+        return cls(
+            name,
+            len(cut),
+            tokens,
+            source.top_k,
+            source.num_layers,
+            *moe_layers(source.load(), draft_layers),
+            counts=lambda begin, end: cut[begin:end],
+            holds_ids=True,
+        )
+
+    def chunks(self, gpus: int, begin: int = 0, end: int | None = None) -> Iterator[BatchSteps]:
+        """Yield the steps from one number to another, a few at a time.
+
+        Raises
+        ------
+        InvalidTokensError
+            A count that no batch has, naming the step, the layer and the expert.
+        """
+        end = self.steps if end is None else end
+        for first in range(begin, end, _STEPS_AT_ONCE):
+            yield self._chunk(first, min(first + _STEPS_AT_ONCE, end), gpus)
+
+    def _chunk(self, begin: int, end: int, gpus: int) -> BatchSteps:
+        part = self.counts(begin, end)[:, self.layers]
+        if self.holds_ids:
+            tokens = count_tokens(part, self.load.shape[1])
+            return BatchSteps(begin, tokens, topk_ids=local_batches(part, gpus))
+        wrong = out_of_range(part)
+        if wrong.any():
+            step, layer, expert = (int(i) for i in np.argwhere(wrong)[0])
+            raise InvalidTokensError(
+                f"step {begin + step}, layer {self.layers[layer]}, expert {expert} has "
+                f"{part[step, layer, expert]} tokens; {COUNTS_ALLOWED}"
+            )
+        by_source = None
+        if self.sources is not None:
+            by_source = self.sources(begin, end)[:, self.layers].astype(np.int64)
+        return BatchSteps(begin, np.ascontiguousarray(part, dtype=np.int64), by_source)
+
+
+def opened(traffic: Traffic) -> Workload | LoadTrace | TokenTrace:
+    """Return the traffic, read if it is a path."""
+    if isinstance(traffic, (str, os.PathLike)):
+        return read_trace(traffic)
+    if not isinstance(traffic, (Workload, LoadTrace, TokenTrace)):
+        raise TypeError(
+            f"traffic must be a Workload, LoadTrace, TokenTrace or a path, not {type(traffic)}; "
+            f"counts [steps, layers, experts] make a LoadTrace"
+        )
+    return traffic
+
+
+def moe_layers(load: ArrayLike, draft_layers: int) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
+    """Return the rows with any load, but for a draft model's, and which they are."""
+    array = np.asarray(load, dtype=np.float64)
+    if not 0 <= draft_layers < len(array):
+        raise ValueError(f"draft_layers is {draft_layers}; the traffic has {len(array)} layers")
+    array = array[: len(array) - draft_layers]
+    layers = np.flatnonzero(array.any(axis=-1))
+    if not layers.size:
+        raise InvalidTokensError("the traffic holds no tokens in any layer")
+    return array[layers], layers
+
+
+def local_batches(ids: NDArray[np.integer], gpus: int) -> NDArray[np.int32]:
+    """Cut ``[steps, layers, rows, k]`` into ``[steps, layers, gpus, rows / gpus, k]``, padded.
+
+    Consecutive rows stay together, as the tokens of a prompt do; blocks differ by one row at most.
+    """
+    steps, layers, rows, k = ids.shape
+    by_gpu = np.full((steps, layers, gpus, -(-rows // gpus), k), -1, np.int32)
+    row = np.arange(rows)
+    gpu = row * gpus // rows
+    first_row = -(-gpu * rows // gpus)
+    by_gpu[:, :, gpu, row - first_row] = ids
+    return by_gpu
