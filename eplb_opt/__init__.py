@@ -40,10 +40,13 @@ from eplb_opt.placers import placement_methods
 from eplb_opt.placing import PlacementPlan, move_curve, solve_placement
 from eplb_opt.recorder import Recorder
 from eplb_opt.regime import RegimeMap, regime_map
+from eplb_opt.replay import Replay, Stale, replay
 from eplb_opt.routers import RoutingMethod, routing_methods
 from eplb_opt.routing import Router, Routing, RoutingSummary, solve_routing
+from eplb_opt.scenario import Scenario
 from eplb_opt.settings import AscendEplb, Deployment, SglangEplb, VllmEplb
 from eplb_opt.status import Proof, Status
+from eplb_opt.step_time import Communication, Line, Migration, StepTime
 from eplb_opt.stopping import TimeLimit
 from eplb_opt.topology import Transport, transport
 from eplb_opt.trace import LoadTrace, StepFacts, TokenTrace, read_trace, write_trace
@@ -74,6 +77,7 @@ __all__ = [
     "AscendEplb",
     "BreakEven",
     "CollectThenDecide",
+    "Communication",
     "Curve",
     "Deployment",
     "EplbError",
@@ -82,9 +86,11 @@ __all__ = [
     "InfeasibleError",
     "InvalidPlacementError",
     "InvalidTokensError",
+    "Line",
     "Links",
     "LoadTrace",
     "Measure",
+    "Migration",
     "ModelShape",
     "MoveCurve",
     "Objective",
@@ -97,17 +103,21 @@ __all__ = [
     "Proof",
     "Recorder",
     "RegimeMap",
+    "Replay",
     "Router",
     "Routing",
     "RoutingMethod",
     "RoutingSummary",
+    "Scenario",
     "SglangEplb",
     "SlidingWindow",
     "SolverUnavailableError",
     "Split",
     "StageFilter",
+    "Stale",
     "Status",
     "StepFacts",
+    "StepTime",
     "TimeLimit",
     "TokenTrace",
     "TransferPlan",
@@ -128,6 +138,7 @@ __all__ = [
     "read_placement",
     "read_trace",
     "regime_map",
+    "replay",
     "routing_methods",
     "saving_per_step",
     "solve_placement",

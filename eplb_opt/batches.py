@@ -2,24 +2,45 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, TypedDict, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eplb_opt.demand import COUNTS_ALLOWED, count_tokens, out_of_range
 from eplb_opt.errors import InvalidTokensError
+from eplb_opt.heat import HeatStage
 from eplb_opt.trace import LoadTrace, StepFacts, TokenTrace, read_trace
-from eplb_opt.workload import Workload
+from eplb_opt.workload import Stage, Workload
 
-__all__ = ["BatchSteps", "Batches", "Traffic", "local_batches", "moe_layers", "opened"]
+__all__ = [
+    "STAGES",
+    "BatchFacts",
+    "BatchSteps",
+    "Batches",
+    "Collected",
+    "Traffic",
+    "local_batches",
+    "moe_layers",
+    "opened",
+]
 
 Traffic: TypeAlias = "Workload | LoadTrace | TokenTrace | str | os.PathLike[str]"
 
+STAGES: tuple[Stage, ...] = get_args(Stage)
+
 _STEPS_AT_ONCE = 32  # bounds the memory of a study, whatever the length of its trace
+
+
+class Given(TypedDict, total=False):
+    """What `eplb_opt.Router.route` takes beside the tokens."""
+
+    source_tokens: NDArray[np.int64]
+    topk_ids: NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,6 +66,34 @@ class BatchSteps:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def cut(self, steps: slice) -> BatchSteps:
+        """Return some of the steps; `steps` counts from the first of these."""
+        return BatchSteps(
+            self.first + steps.start,
+            self.tokens[steps],
+            None if self.source_tokens is None else self.source_tokens[steps],
+            None if self.topk_ids is None else self.topk_ids[steps],
+        )
+
+    def given(self, needs: Sequence[str], label: str) -> Given:
+        """Return what a method needs beside the tokens, as `Router.route` takes it.
+
+        Raises
+        ------
+        InvalidTokensError
+            When the traffic does not have it; `label` is the method's.
+        """
+        if not needs:
+            return {}
+        if self.topk_ids is not None:
+            return {"topk_ids": self.topk_ids}
+        if "source_tokens" in needs and self.source_tokens is not None:
+            return {"source_tokens": self.source_tokens}
+        raise InvalidTokensError(
+            f"{label} needs {needs[0]} and the trace holds counts only; leave the method out, or "
+            f"draw batches from the trace's load"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +259,93 @@ class Batches:
         if self.sources is not None:
             by_source = self.sources(begin, end)[:, self.layers].astype(np.int64)
         return BatchSteps(begin, np.ascontiguousarray(part, dtype=np.int64), by_source)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFacts:
+    """What is known of the steps of some batches beside their counts, or follows from these.
+
+    Parameters
+    ----------
+    batches
+        All of them.
+    top_k
+        Experts per token, where they do not tell.
+    most_decode_tokens
+        Steps of more scheduled tokens are prefill where they do not tell; None: they are decode.
+    """
+
+    batches: Batches
+    top_k: int
+    most_decode_tokens: int | None
+
+    def of(
+        self, batch: BatchSteps
+    ) -> tuple[NDArray[np.int8], NDArray[np.float64], NDArray[np.float64]]:
+        """Look at a few of the steps.
+
+        Returns
+        -------
+        stages : int8 array, [steps]
+            0 for decode, 1 for prefill.
+        tokens : float64 array, [steps]
+            Tokens of the batch, each once.
+        scheduled : float64 array, [steps]
+            Tokens that were run, padding included.
+        """
+        these = slice(batch.first, batch.first + len(batch))
+        known = self.batches.facts
+        tokens = batch.tokens.sum(axis=-1).max(axis=-1) / (self.batches.top_k or self.top_k)
+        scheduled = tokens if known.scheduled is None else known.scheduled[these].astype(np.float64)
+        most = math.inf if self.most_decode_tokens is None else self.most_decode_tokens
+        stages = (scheduled > most).astype(np.int8)
+        if known.stage is not None:
+            told = known.stage[these]
+            stages = np.where(told == "", stages, told == "prefill").astype(np.int8)
+        return stages, tokens, scheduled
+
+    def collect(self, begin: int, end: int, stage: HeatStage) -> Collected:
+        """Sum the tokens of a stage's steps, from one step to another."""
+        load, steps, most_decode = np.zeros(self.batches.load.shape, np.int64), 0, 0
+        for batch in self.batches.chunks(1, begin, end):
+            stages, _, scheduled = self.of(batch)
+            taken = (
+                np.ones(len(batch), np.bool_) if stage == "all" else stages == STAGES.index(stage)
+            )
+            load += batch.tokens[taken].sum(axis=0)
+            steps += int(taken.sum())
+            most_decode = max(most_decode, math.ceil(scheduled[stages == 0].max(initial=0)))
+        if self.most_decode_tokens is not None:
+            most_decode = self.most_decode_tokens
+        return Collected(load, steps, self.batches.top_k or self.top_k, most_decode)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Collected:
+    """The load of a stage's steps.
+
+    Attributes
+    ----------
+    load
+        Int64 ``[layers, experts]``.
+    steps
+        Steps of the stage.
+    top_k
+        Experts per token.
+    most_decode_tokens
+        Tokens that were scheduled in the largest decode step, or what was given.
+    """
+
+    load: NDArray[np.int64]
+    steps: int
+    top_k: int
+    most_decode_tokens: int
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens of a batch, each once, mean over steps; at least 1."""
+        largest = int(self.load.sum(axis=1).max())
+        return max(1, round(largest / self.top_k / max(self.steps, 1)))
 
 
 def opened(traffic: Traffic) -> Workload | LoadTrace | TokenTrace:

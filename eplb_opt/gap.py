@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from eplb_opt.batches import Batches, Traffic, moe_layers, opened
+from eplb_opt.batches import Batches, BatchSteps, Traffic, moe_layers, opened
 from eplb_opt.errors import EplbError, InvalidTokensError
 from eplb_opt.objective import Objective
 from eplb_opt.placement import slots_for
@@ -299,12 +299,12 @@ def optimality_gap(
             for label, m, own in resolved
         ]
         for chunk in batches.chunks(num_gpus):
-            demand, ids = chunk.tokens, chunk.topk_ids
+            demand = chunk.tokens
             routing = best.route(demand, bound=True)
             optimum, least = routing.bound, routing.makespan
             answers = []
             for tally in tallies:
-                answer = tally.route(demand, ids)
+                answer = tally.route(chunk)
                 optimum = np.fmax(optimum, answer.bound)
                 least = np.fmin(least, answer.makespan)
                 answers.append(answer)
@@ -362,18 +362,13 @@ class _Tally:
         self._gaps: list[NDArray[np.float64]] = []
         self._sums: defaultdict[str, float] = defaultdict(float)
 
-    def route(self, demand: NDArray[np.int64], ids: NDArray[np.int32] | None) -> _Answer:
+    def route(self, batch: BatchSteps) -> _Answer:
         """Route a chunk against the clock."""
-        needs = self.router.method.traits.needs
-        if needs and ids is None:
-            raise InvalidTokensError(
-                f"{self.label} needs {needs[0]} and the trace holds counts only; leave the "
-                f"method out, or draw batches from the trace's load"
-            )
-        out = self.router.allocate(demand.shape)
+        given = batch.given(self.router.method.traits.needs, self.label)
+        out = self.router.allocate(batch.tokens.shape)
         out.tokens.fill(0)  # has the system map the pages now, not while the clock runs
         began = time.perf_counter()
-        self.router.route(demand, out=out, topk_ids=ids if needs else None, stop=self._stop)
+        self.router.route(batch.tokens, out=out, stop=self._stop, **given)
         self._sums["seconds"] += time.perf_counter() - began
 
         makespan = out.makespan

@@ -181,6 +181,8 @@ class EplbLoop:
         As for `eplb_opt.solve_placement`.
     worth
         When a new placement is worth its moves.
+    top_k
+        Experts per token, for methods that place for a router: they are given the mean batch.
     record
         A file for the placement, written anew whenever the last layer is updated; static mode loads
         it with `eplb_opt.read_placement`.
@@ -212,7 +214,7 @@ class EplbLoop:
     4 False False (Commit(layer=0, moves=2),)
     5 False False (Commit(layer=1, moves=0),)
     >>> loop.placement.slots[0].tolist()
-    [[1, 2], [0, 3]]
+    [[2, 1], [0, 3]]
     """
 
     placement: Placement
@@ -222,6 +224,7 @@ class EplbLoop:
     num_groups: int = 1
     distinct: bool = False
     worth: Worth = Worth()
+    top_k: int = 8
     record: str | os.PathLike[str] | None = None
     record_format: PlacementFormat | str | None = None
     threads: int = 1
@@ -292,7 +295,7 @@ class EplbLoop:
         batch = self._window.mean_batch(load)
         current = PlacementMetrics.of(self.placement, load.astype(np.float64))
         declined = self._before_placing(load)
-        placement = self.placement if declined else self._placed(load, current)
+        placement = self.placement if declined else self._placed(load, current, batch)
         moves = count_moves(self.placement, placement)
         expected = PlacementMetrics.of(placement, load.astype(np.float64))
         declined = declined or self._after_placing(placement, moves, current, expected, batch)
@@ -329,10 +332,14 @@ class EplbLoop:
             return ""
         return f"the moves are repaid after {steps:.0f} steps, and {rule.steps} are allowed"
 
-    def _placed(self, load: NDArray[np.int64], current: PlacementMetrics) -> Placement:
+    def _placed(
+        self, load: NDArray[np.int64], current: PlacementMetrics, batch: NDArray[np.int64]
+    ) -> Placement:
         """Return what the method answers, in the layers that gain enough and within the budget."""
         budget = self.worth.max_moves
-        heeds = budget is not None and "max_moves" in resolve_placer(self.method).traits.takes
+        takes = resolve_placer(self.method).traits.takes
+        heeds = budget is not None and "max_moves" in takes
+        tokens = max(1, round(int(batch.sum(axis=1).max()) / self.top_k))
         plan = solve_placement(
             load,
             num_gpus=self.placement.num_gpus,
@@ -343,6 +350,8 @@ class EplbLoop:
             max_moves=budget if heeds else None,
             method=self.method,
             distinct=self.distinct,
+            tokens_per_batch=tokens if "tokens_per_batch" in takes else None,
+            top_k=self.top_k,
             threads=self.threads,
         )
         before, after = current.peak, plan.metrics.peak

@@ -1,7 +1,7 @@
 """What a forward step takes: its experts, and all that goes on around them.
 
-``step = sum over MoE layers (experts + dispatch + combine + router) + the rest of the model``, where
-the experts of a layer take as long as its slowest GPU. Moves of weights come on top where a
+A step is the sum over its MoE layers of experts, dispatch, combine and router, and the rest of the
+model. The experts of a layer take as long as its slowest GPU. Moves of weights come on top where a
 placement changes, see `Migration`. Times are in microseconds.
 """
 
@@ -24,6 +24,12 @@ __all__ = ["Communication", "Exchange", "Line", "Migration", "StepTime"]
 Exchange: TypeAlias = Literal["all-to-all", "all-gather"]
 
 _MICROSECONDS = 1e6
+
+
+def _require_finite(owner: object, *names: str) -> None:
+    for name in names:
+        if not 0 <= (value := getattr(owner, name)) < np.inf:
+            raise ValueError(f"{name} is {value}; expected a number from 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +80,10 @@ class Communication:
     Notes
     -----
     *All-to-all.* A direction takes as long as its busiest GPU: the larger of the bytes inside its
-    node over `Links.inside` and the bytes to other nodes over `Links.between`. Where it is not known
-    whose the tokens are, every GPU holds an equal part of each expert's. A GPU that receives N of
-    them then gets ``N (n - 1) / G`` inside its node of n GPUs and ``N (G - n) / G`` from others, and
-    no GPU of equal nodes sends more than the busiest one receives.
+    node over `Links.inside` and the bytes to other nodes over `Links.between`. Where it is not
+    known whose the tokens are, every GPU holds an equal part of each expert's. A GPU that receives
+    N of them then gets ``N (n - 1) / G`` inside its node of n GPUs and ``N (G - n) / G`` from
+    others, and no GPU of equal nodes sends more than the busiest one receives.
 
     *All-gather.* Of T tokens, the n GPUs of a node bring in the ``T (G - n) / G`` of other nodes
     together, and pass on inside what each of them lacks.
@@ -95,7 +101,7 @@ class Communication:
     >>> links = Links(inside=100e9, between=100e9)
     >>> moving = Communication(hidden=1000, links=links)
     >>> moving.time(np.array([300, 100]), np.array(50.0)).round(2)
-    array(6.)
+    np.float64(6.0)
     """
 
     hidden: int
@@ -150,7 +156,7 @@ class Communication:
         """Seconds by GPU for a byte of each token that it takes, whose sources are unknown."""
         own = self._same_node(gpus).sum(axis=1)
         inside, between = (own - 1) / gpus, (gpus - own) / gpus
-        return np.maximum(inside / self.links.inside, between / self.links.between)
+        return np.asarray(np.maximum(inside / self.links.inside, between / self.links.between))
 
     def _gathering(self, gpus: int) -> float:
         """Seconds for a byte of each token of a batch that every GPU receives."""
@@ -170,7 +176,7 @@ class Communication:
             ).max(axis=-1)
             for axis in (-1, -2)
         ]
-        return np.maximum(*busiest)
+        return np.asarray(np.maximum(*busiest))
 
     def _same_node(self, gpus: int) -> NDArray[np.bool_]:
         node = np.arange(gpus) // self.links.gpus_per_node
@@ -275,9 +281,3 @@ class Migration:
         """
         moving = transfer / self.share
         return max(0.0, moving - (step - communication)) if self.overlapped else moving
-
-
-def _require_finite(owner: object, *names: str) -> None:
-    for name in names:
-        if not 0 <= (value := getattr(owner, name)) < np.inf:
-            raise ValueError(f"{name} is {value}; expected a number from 0")

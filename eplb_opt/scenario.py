@@ -1,0 +1,165 @@
+"""A deployment in few words: its GPUs and slots, who places experts, on what load, how often."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from eplb_opt.batches import BatchFacts, Collected
+from eplb_opt.errors import InvalidTokensError
+from eplb_opt.heat import HeatStage, SlidingWindow, StageFilter
+from eplb_opt.loop import EplbLoop, Worth
+from eplb_opt.placement import Placement, slots_for
+from eplb_opt.placers import PlacementMethod, first_placement, resolve_placer
+from eplb_opt.placing import solve_placement
+from eplb_opt.replay import Replay, Stale, replay
+from eplb_opt.routers import RoutingMethod
+
+__all__ = ["Scenario"]
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A deployment whose first steps are collected, and whose other steps are served.
+
+    Parameters
+    ----------
+    num_gpus
+        The EP size.
+    redundant
+        Slots beyond one per expert.
+    placer
+        The placement method; None leaves expert p mod E in physical slot p, as engines start.
+    stage
+        Which steps' load placements are made for.
+    interval
+        Steps from one placement to the next; None: what is placed on the collected steps stays.
+    num_nodes, num_groups
+        As for `eplb_opt.solve_placement`.
+    worth
+        When a new placement is worth its moves.
+
+    Raises
+    ------
+    ValueError
+        Names that are not known, or an interval without steps.
+    """
+
+    num_gpus: int
+    redundant: int = 0
+    placer: str | PlacementMethod | None = None
+    stage: HeatStage = "all"
+    interval: int | None = None
+    num_nodes: int = 1
+    num_groups: int = 1
+    worth: Worth = field(default_factory=Worth)
+
+    def __post_init__(self) -> None:
+        if self.stage not in get_args(HeatStage):
+            known = ", ".join(get_args(HeatStage))
+            raise ValueError(f"no stage is called {self.stage!r}; the known ones are: {known}")
+        if self.interval is not None and self.interval < 1:
+            raise ValueError(f"interval is {self.interval}; expected at least one step")
+        if self.placer is not None:
+            resolve_placer(self.placer)
+
+    @property
+    def label(self) -> str:
+        """For tables: the placer, and how often it places."""
+        name = "in order" if self.placer is None else str(self.placer)
+        return name if self.interval is None else f"{name}, every {self.interval} steps"
+
+    def place(self, collected: Collected, *, threads: int = 1) -> Placement:
+        """Return what is served first, made for a load.
+
+        Raises
+        ------
+        InvalidPlacementError
+            Slots that do not divide over the GPUs.
+        EplbError
+            What the placement method raises.
+        """
+        layers, experts = collected.load.shape
+        per_gpu = slots_for(experts + self.redundant, self.num_gpus)
+        if self.placer is None:
+            start = first_placement(layers, self.num_gpus, per_gpu, num_experts=experts)
+            return Placement(start, experts)
+        routes = "tokens_per_batch" in resolve_placer(self.placer).traits.takes
+        return solve_placement(
+            collected.load,
+            num_gpus=self.num_gpus,
+            slots_per_gpu=per_gpu,
+            num_nodes=self.num_nodes,
+            num_groups=self.num_groups,
+            method=self.placer,
+            tokens_per_batch=collected.batch_tokens if routes else None,
+            top_k=collected.top_k,
+            threads=threads,
+        ).placement
+
+    def serve(self, collected: Collected, *, threads: int = 1) -> Placement | EplbLoop:
+        """Return what to replay after the steps that were collected: a placement, or a loop.
+
+        Raises
+        ------
+        EplbError
+            As `place`.
+        """
+        placement = self.place(collected, threads=threads)
+        if self.interval is None or self.placer is None:
+            return placement
+        collect = StageFilter(self.stage, collected.most_decode_tokens)
+        return EplbLoop(
+            placement,
+            SlidingWindow(self.interval, self.interval, collect),
+            method=self.placer,
+            num_nodes=self.num_nodes,
+            num_groups=self.num_groups,
+            worth=self.worth,
+            top_k=collected.top_k,
+            threads=threads,
+        )
+
+    def replay(
+        self,
+        facts: BatchFacts,
+        methods: Sequence[str | RoutingMethod | Stale] = ("uniform", "metro", "makespan"),
+        *,
+        first_step: int,
+        threads: int = 1,
+        **settings: Any,
+    ) -> Replay:
+        """Collect the steps before `first_step`, and serve the others.
+
+        Parameters
+        ----------
+        facts
+            The traffic, and how its steps' stages are told.
+        methods
+            As for `eplb_opt.replay`.
+        first_step
+            The first step that is served.
+        threads
+            For placing, and for replaying.
+        **settings
+            As for `eplb_opt.replay`: ``time``, ``migration``, ``slo`` and so on.
+
+        Raises
+        ------
+        InvalidTokensError
+            When no step is collected.
+        """
+        collected = facts.collect(0, first_step, self.stage)
+        if not collected.steps and self.placer is not None:
+            raise InvalidTokensError(
+                f"steps 0 to {first_step - 1} are collected, and none is of stage {self.stage}"
+            )
+        return replay(
+            facts,
+            self.serve(collected, threads=threads),
+            methods,
+            first_step=first_step,
+            threads=threads,
+            **settings,
+        )
