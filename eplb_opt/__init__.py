@@ -40,7 +40,7 @@ from eplb_opt.placers import placement_methods
 from eplb_opt.placing import PlacementPlan, move_curve, solve_placement
 from eplb_opt.recorder import Recorder
 from eplb_opt.regime import RegimeMap, regime_map
-from eplb_opt.replay import Replay, Stale, replay
+from eplb_opt.replaying import Replay, Stale, replay
 from eplb_opt.routers import RoutingMethod, routing_methods
 from eplb_opt.routing import Router, Routing, RoutingSummary, solve_routing
 from eplb_opt.scenario import Scenario

@@ -13,7 +13,7 @@ from eplb_opt.loop import EplbLoop, Worth
 from eplb_opt.placement import Placement, slots_for
 from eplb_opt.placers import PlacementMethod, first_placement, resolve_placer
 from eplb_opt.placing import solve_placement
-from eplb_opt.replay import Replay, Stale, replay
+from eplb_opt.replaying import Replay, Stale, replay
 from eplb_opt.routers import RoutingMethod
 
 __all__ = ["Scenario"]
