@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from typer.core import TyperGroup
 
 from eplb_opt.batches import local_batches, moe_layers
+from eplb_opt.commands import replay
 from eplb_opt.commands.options import (
     JsonOption,
     QuietOption,
@@ -803,6 +804,9 @@ def place(
         placement = rows[0].plan.placement
         numbers = _numbers_to_write(written, placement, first_layer, layers)
         write_placement(placement, out, format=written, layer_ids=numbers)
+
+
+app.command(epilog=replay.EPILOG)(replay.replay)
 
 
 @app.command(
