@@ -504,7 +504,21 @@ def _draw_replays(figure: Figure, replays: Sequence[Replay]) -> None:
         course.set_ylim(0, None)
         course.grid(axis="y", color=_GRID, linewidth=0.5)
         _draw_parts(parts, replay, STAGES[at])
-    panels[0, 0].legend(frameon=False, fontsize=_LABEL_SIZE)
+    _legend_below(figure, panels[:, 0].tolist(), "outside lower left")
+    _legend_below(figure, panels[:, 1].tolist(), "outside lower right")
+
+
+def _legend_below(
+    figure: Figure,
+    panels: Sequence[Axes],
+    place: Literal["outside lower left", "outside lower right"],
+) -> None:
+    """Draw one legend for all that some panels show."""
+    named: dict[str, Any] = {}
+    for ax in panels:
+        handles, labels = ax.get_legend_handles_labels()
+        named |= dict(zip(labels, handles, strict=True))
+    figure.legend(list(named.values()), list(named), loc=place, ncols=2, frameon=False)
 
 
 _POINTS = 400  # more than a panel's width shows
@@ -533,4 +547,3 @@ def _draw_parts(ax: Axes, replay: Replay, stage: Stage) -> None:
             left += wide
     ax.set_yticks(place, [_short(row.method) for row in replay.rows])
     ax.set(ylim=(len(rows) - 0.5, -0.5), xlabel="ms of a mean step")
-    ax.legend(frameon=False, fontsize=_LABEL_SIZE, loc="lower right")
