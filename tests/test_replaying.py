@@ -1,4 +1,4 @@
-"""Replay: what steps take against a price by hand, as placements change; stages, tables, threads."""
+"""Replay: what steps take against a price by hand, as placements change; stages and tables."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from eplb_opt.objective import Objective, Piece
 from eplb_opt.placement import Placement
 from eplb_opt.placing import solve_placement
 from eplb_opt.replaying import ReplayRow, StageTimes, Stale, replay
+from eplb_opt.routers.quotas import Quotas
 from eplb_opt.routing import solve_routing
 from eplb_opt.scenario import Scenario
 from eplb_opt.step_time import Communication, Line, Migration, StepTime
@@ -113,7 +114,7 @@ def test_percentiles_and_slos_are_of_a_stage() -> None:
 
 
 def test_a_loops_placements_take_over_when_its_cycle_says() -> None:
-    """Each step is served on the placement before the commits at its end, and pays for its moves."""
+    """A step is served on the placement before the commits at its end, and pays for the moves."""
     tokens = counts(30, seed=3, most=40)
     migration = Migration(1_000_000, Links(1e9, 1e9, 4))
 
@@ -160,7 +161,7 @@ def test_a_stale_table_is_that_of_the_window_before() -> None:
         window = tokens[step // 4 * 4 - 4 : step // 4 * 4] if step >= 4 else np.ones((1, 3, 8), int)
         mean = np.maximum(-(-window.sum(axis=0) // len(window)), 1)
         table = solve_routing(PLACEMENT, mean, objective="tokens").tokens
-        routed = solve_routing(PLACEMENT, batch, objective=KERNEL, method=replaying.Quotas(table))
+        routed = solve_routing(PLACEMENT, batch, objective=KERNEL, method=Quotas(table))
         wanted.append(routed.makespan.sum())
     stale, fresh = answer.rows
     assert stale.method == "flow, stale 4"
@@ -214,10 +215,6 @@ def test_a_recording_on_disk_and_ids_are_replayed(tmp_path: Any) -> None:
 def test_memory_does_not_grow_with_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """At most threads + 1 parts are in memory, whatever the number of steps."""
     alive = most = 0
-    price = replaying._Pricer.__call__
-
-    def counted(self: Any, part: Any, lanes: Any) -> Any:
-        return price(self, part, lanes)
 
     def parts(self: Any, begin: int, end: int) -> Any:
         nonlocal alive, most
@@ -235,7 +232,6 @@ def test_memory_does_not_grow_with_the_trace(monkeypatch: pytest.MonkeyPatch) ->
 
     course = replaying._Course.parts
     monkeypatch.setattr(replaying._Course, "parts", parts)
-    monkeypatch.setattr(replaying._Pricer, "__call__", counted)
     monkeypatch.setattr(replaying._Answers, "add", add)
     replay(LoadTrace(counts(1000)), PLACEMENT, ["flow"], time=TIME, threads=2)
     assert alive == 0
@@ -317,14 +313,8 @@ def test_a_scenarios_loop_collects_its_stage_by_the_largest_decode_step() -> Non
     assert collected.most_decode_tokens == 16
     scenario = Scenario(4, 4, "search", "decode", interval=5)
     loop = scenario.loop(scenario.start(collected), collected)
-    assert [
-        loop.step(t, int(s)).collected for t, s in zip(tokens[:4], scheduled, strict=False)
-    ] == [
-        True,
-        False,
-        True,
-        False,
-    ]
+    steps = zip(tokens[:4], scheduled.tolist(), strict=False)
+    assert [loop.step(t, ran).collected for t, ran in steps] == [True, False, True, False]
 
 
 def test_a_routing_aware_loop_is_told_the_mean_batch() -> None:
