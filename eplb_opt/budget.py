@@ -127,4 +127,4 @@ def _hull(states: States) -> _Hull:
 
 def _above(a: tuple[int, float, int], b: tuple[int, float, int], c: tuple[int, float]) -> bool:
     """Say whether b is on or above the line from a to c."""
-    return (b[1] - a[1]) * (c[0] - a[0]) >= (c[1] - a[1]) * (b[0] - a[0])
+    return (b[1] - a[1]) / (b[0] - a[0]) >= (c[1] - a[1]) / (c[0] - a[0])

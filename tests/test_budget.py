@@ -36,6 +36,12 @@ def test_a_budget_is_kept_and_well_spent(
     assert sum(cost for _, cost in picked) >= best
 
 
+def test_makespans_near_the_end_of_doubles() -> None:
+    """Slopes decide, which stay finite where products do not."""
+    layers = [[(0, 1.5e308), (100, 1e308), (200, 1.4e308), (300, 1e307)]]
+    assert MoveCurve.of(layers).moves.tolist() == [0, 100, 300]
+
+
 @given(LAYERS)
 def test_the_corners_of_the_curve_are_reached(layers: list[list[tuple[int, float]]]) -> None:
     """Every point of the curve is what its budget buys; moves rise and makespans fall."""
