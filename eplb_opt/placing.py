@@ -150,7 +150,8 @@ def solve_placement(
         a placement start from, and what moves are counted against. In the methods that look at it,
         slots that are empty stay empty.
     max_moves
-        The most weights that GPUs may receive over all layers, to get from `previous` here.
+        The most weights that GPUs may receive over all layers, to get from `previous` here; copies
+        that share a GPU there may then stay, but for `distinct`.
     method
         A name from `eplb_opt.placement_methods`, with options as in ``"deepseek:form=global"``, or
         an instance.
@@ -189,13 +190,14 @@ def solve_placement(
         More experts than slots; the message says how many are missing.
     InvalidPlacementError
         More GPUs, experts or slots than are supported; a previous placement of another shape or
-        with wrong ids, or one that the method cannot start from.
+        with wrong ids, or one that the method cannot start from, or not with so few moves; an
+        answer below its bound, from a method of one's own.
     ValueError
         No GPUs, slots, nodes or groups; nodes that do not divide the GPUs, or groups that do not
         divide the experts; an unknown method or option; an argument that the method does not heed,
         or a budget of moves without a previous placement.
     TypeError
-        Numbers of GPUs, slots, nodes or groups that are not integers.
+        Numbers of GPUs, slots, nodes, groups, moves, tokens or threads that are not integers.
 
     Notes
     -----

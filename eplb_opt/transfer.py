@@ -260,7 +260,7 @@ def plan_transfer(
         Placements of different shapes; an expert that must move and is on no GPU before, naming
         its layer.
     ValueError
-        `expert_bytes` or `layers_at_once` below 1.
+        `expert_bytes` or `layers_at_once` below 1, or more bytes than an int64 holds.
     TypeError
         They are not integers.
 
@@ -292,7 +292,7 @@ def plan_transfer(
     ([1], True)
     """
     links = Links() if links is None else links
-    size = as_integer(expert_bytes, "expert_bytes")
+    size = as_integer(expert_bytes, "expert_bytes", most=2**63 - 1)
     at_once = min(as_integer(layers_at_once, "layers_at_once"), previous.num_layers)
     _require_alike(previous, placement)
     old, new = _Held.of(previous), _Held.of(placement)

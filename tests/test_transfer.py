@@ -354,6 +354,8 @@ def test_sizes_below_one_are_refused() -> None:
         plan(0)
     with pytest.raises(ValueError, match="layers_at_once must be at least 1, not 0"):
         plan(1, layers_at_once=0)
+    with pytest.raises(ValueError, match="expert_bytes must be at most 9223372036854775807"):
+        plan(10**400)
     with pytest.raises(TypeError, match=r"expert_bytes must be an integer, not 1\.5"):
         plan(1.5)
 

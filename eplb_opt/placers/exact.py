@@ -225,9 +225,9 @@ def place(problem: PlacementProblem, proof: Proof, engine: Engine) -> Placed:
     Raises
     ------
     ValueError
-        If windows sum up to a quantile.
+        If several windows sum up to a quantile.
     InfeasibleError
-        If a layer, or a node of one, has fewer slots than experts.
+        If a layer, or a node of one, has fewer slots than experts, less those that stay empty.
     EplbError
         If the engine fails, or contradicts an answer in hand.
     """
