@@ -1,9 +1,9 @@
 """Which steps to take in which layer, when the weights that may move are few.
 
 A search from a placement takes a layer through states, step by step from one or several starts: so
-many weights moved so far, such a makespan. A budget over all layers is spent where a moved weight lowers
-the sum of makespans most: along the lower convex hull of every layer's states, steepest segments
-first. For budgets that end with a segment no choice of states is better (the hull is what
+many weights moved so far, such a makespan. A budget over all layers is spent where a moved weight
+lowers the sum of makespans most: along the lower convex hull of every layer's states, steepest
+segments first. For budgets that end with a segment no choice of states is better (the hull is what
 Lagrange's relaxation reaches; Everett 1963); in between, what is left over is less than a segment.
 """
 

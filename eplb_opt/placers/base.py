@@ -175,7 +175,7 @@ class PlacementProblem:
         room = self.room()
         live, most = (room > 0).sum(axis=-1), room.max(axis=-1)
         for gpus, slots in {*zip(live.tolist(), most.tolist(), strict=True)}:
-            if (gpus, slots) != self.shape[1:]:  # where fewer are left: of any groups, then
+            if (gpus, slots) != self.shape[1:]:  # fewer are left: counted without groups
                 of = (live == gpus) & (most == slots)
                 left = placement_bound(self.windows[:, of], num_gpus=gpus, slots_per_gpu=slots)
                 each[:, of] = np.maximum(each[:, of], left)

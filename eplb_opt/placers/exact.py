@@ -243,7 +243,7 @@ def place(problem: PlacementProblem, proof: Proof, engine: Engine) -> Placed:
     room = np.minimum(problem.room(), experts // nodes).astype(np.int64)
     slots = Search().place(problem).slots
     most = measure.makespan(Placement(slots, experts), windows)
-    counted = problem.floor(nodes)
+    slack, counted = measure.slack(windows), problem.floor(nodes)
     bound = counted.copy()
     clock = _Clock(problem.stop, len(slots), problem.threads)
 
@@ -273,7 +273,7 @@ def place(problem: PlacementProblem, proof: Proof, engine: Engine) -> Placed:
                 )[0]
                 if makespan < most[layer]:
                     slots[layer], most[layer] = proposed, makespan
-            if bound[layer] > most[layer] * (1 + ROUNDING):
+            if bound[layer] > most[layer] * (1 + ROUNDING) + slack[layer]:
                 raise EngineError(
                     f"it proves a makespan of {bound[layer]:.10g} or more where "
                     f"{most[layer]:.10g} is in hand"
