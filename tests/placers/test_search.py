@@ -214,6 +214,7 @@ def test_the_curve_is_what_budgets_buy(drawn: tuple[Windows, Placement]) -> None
         assert plan.makespan.sum() == pytest.approx(makespan, rel=1e-9)
 
 
+@settings(max_examples=40)
 @given(served(), st.booleans())
 def test_a_larger_budget_is_never_worse(drawn: tuple[Windows, Placement], distinct: bool) -> None:
     """Whatever is served, shared copies too; if these must be parted, the budgets that suffice."""
