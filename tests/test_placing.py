@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
-from eplb_opt import _core
+from eplb_opt import _core, placing
 from eplb_opt.bounds import placement_bound
 from eplb_opt.errors import InfeasibleError, InvalidPlacementError, InvalidTokensError
 from eplb_opt.metrics import equal_split
@@ -65,7 +65,7 @@ def test_the_plan_measures_its_placement(load: Load, gpus: int, extra: int) -> N
     assert plan.balance[loaded] == pytest.approx(found[loaded].mean(axis=1) / plan.makespan[loaded])
     assert (plan.balance[~loaded] == 1).all()
     assert plan.status.tolist() == [
-        Status.OPTIMAL if makespan <= bound * (1 + 1e-12) else Status.FEASIBLE
+        Status.OPTIMAL if makespan <= bound * (1 + placing._ROUNDING) else Status.FEASIBLE
         for makespan, bound in zip(plan.makespan, plan.bound, strict=True)
     ]
     gpus_of_slots = plan.placement.slots.reshape(-1, per_gpu).tolist()
