@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from eplb_opt.objective import Objective
 from eplb_opt.placement import Placement
-from eplb_opt.routers.base import SPLITTING, Context, Solve, Traits, allows_split, finish
-
-if TYPE_CHECKING:
-    from eplb_opt.routing import Routing
+from eplb_opt.routers.base import SPLITTING, Solve, Traits, allows_split
+from eplb_opt.routers.shares import route_shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +22,7 @@ class Uniform:
 
     Notes
     -----
-    O(slots) per problem, vectorised.
+    O(experts + slots) per problem, in the compiled core.
 
     Examples
     --------
@@ -41,19 +38,13 @@ class Uniform:
         "equal split over an expert's replicas (EPLB's assumption)",
         objectives=SPLITTING,
         solves=allows_split,
+        compiled=True,
     )
 
     def bind(self, placement: Placement, objective: Objective, threads: int) -> Solve:
         """Prepare for a placement and return the function that routes on it."""
-        layer = np.arange(placement.num_layers)[:, None]
-        expert = np.maximum(placement.expert_of, 0)
-        filled = placement.expert_of >= 0
-        copies = np.maximum(placement.copies[layer, expert], 1)
-        turn = (placement.replica_index - expert) % copies
-
-        def solve(tokens: NDArray[np.int64], out: Routing, _: Context) -> None:
-            demand = tokens.reshape(-1, placement.num_layers, placement.num_experts)
-            share, left = np.divmod(demand[:, layer, expert], copies)
-            finish(out, (share + (turn < left)) * filled)
-
-        return solve
+        table, copies = placement.logical_to_physical, placement.copies[:, :, None]
+        turn = np.arange(table.shape[2])
+        replica = (turn + np.arange(placement.num_experts)[:, None]) % np.maximum(copies, 1)
+        in_turn = np.take_along_axis(table, np.where(turn < copies, replica, turn), axis=2)
+        return route_shares(placement, objective, threads, in_turn)
