@@ -521,7 +521,7 @@ class _Pricer:
         live = part.batch.tokens > 0
         demand = [
             live.sum(axis=(1, 2)),
-            (live * part.placement.copies).sum(axis=(1, 2)),
+            np.einsum("sle,le->s", live, part.placement.copies),
             part.batch.tokens.sum(axis=(1, 2)),
         ]
         per_gpu = part.scheduled / part.placement.num_gpus
