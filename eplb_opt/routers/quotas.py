@@ -64,7 +64,7 @@ class Quotas:
             problem = f"quotas: weights are {list(weights.shape)}"
             raise ValueError(f"{problem}, the placement's slots {list(placement.slots.shape)}")
         ends = _ends(placement, weights.reshape(placement.expert_of.shape))
-        return route_shares(placement, objective, threads, placement.logical_to_physical, ends)
+        return route_shares(placement, objective, threads, ends)
 
 
 def _ends(placement: Placement, weights: NDArray[np.float64]) -> NDArray[np.float64]:

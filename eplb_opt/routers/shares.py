@@ -21,18 +21,16 @@ def route_shares(
     placement: Placement,
     objective: Objective,
     threads: int,
-    replicas: NDArray[np.int32],
     ends: NDArray[np.float64] | None = None,
 ) -> Solve:
     """Return a router that splits every expert as ``solvers/cpp/shares.hpp`` says.
 
-    `replicas` is like `Placement.logical_to_physical`, in the order in which they take. `ends`,
-    float64 of that shape, says at which part of its expert's tokens a replica's own end; None: all
-    take the same, and what is left goes one each to the first.
+    `ends`, float64 in the shape of `Placement.logical_to_physical`, says at which part of its
+    expert's tokens a replica's own end; None: all take the same, to the token.
     """
     core, pricing = placement.core, core_pricing(objective, placement.num_gpus)
-    held = replicas >= 0
-    slots = replicas[held]
+    held = placement.logical_to_physical >= 0
+    slots = placement.logical_to_physical[held]
     first = np.concatenate([[0], np.cumsum(placement.copies)]).astype(np.int32)
     of_slots = None if ends is None else ends[held]
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
 from eplb_opt.objective import Objective
 from eplb_opt.placement import Placement
 from eplb_opt.routers.base import SPLITTING, Solve, Traits, allows_split
@@ -43,8 +41,4 @@ class Uniform:
 
     def bind(self, placement: Placement, objective: Objective, threads: int) -> Solve:
         """Prepare for a placement and return the function that routes on it."""
-        table, copies = placement.logical_to_physical, placement.copies[:, :, None]
-        turn = np.arange(table.shape[2])
-        replica = (turn + np.arange(placement.num_experts)[:, None]) % np.maximum(copies, 1)
-        in_turn = np.take_along_axis(table, np.where(turn < copies, replica, turn), axis=2)
-        return route_shares(placement, objective, threads, in_turn)
+        return route_shares(placement, objective, threads)

@@ -1,7 +1,8 @@
 // Fixed shares: every replica of an expert takes its part of the expert's tokens, whatever else the
 // batch holds. Both copies on one GPU count, unlike in other routers.
 //
-// Even shares: of t tokens over c replicas the first t mod c take one more than t div c.
+// Even shares: of expert e's t tokens its c replicas take t div c each, and the t mod c left over go one
+// each to replicas e, e + 1, ... (mod c), so that the turn does not always start at low GPUs.
 // Ends, c of them that rise to 1: replica i takes the tokens from rint(end_(i-1) t) to rint(end_i t).
 //
 // Time O(experts + slots).
@@ -16,7 +17,7 @@ namespace eplb {
 
 struct Shares {
     std::span<const std::int32_t> first;  // [experts + 1], into
-    std::span<const std::int32_t> slots;  // their replicas, in the order in which they take
+    std::span<const std::int32_t> slots;  // their replicas, by physical id
     std::span<const double> ends;         // as many as slots; none: even shares
 };
 
@@ -37,7 +38,8 @@ inline Outcome route_by_shares(const Layer& layer, const Shares& shares, const s
             routed[shares.slots[begin]] = t;
         } else if (shares.ends.empty() && copies > 0) {
             const std::int64_t each = t / copies, left = t % copies;
-            for (std::int32_t i = 0; i < copies; ++i) routed[shares.slots[begin + i]] = each + (i < left);
+            for (std::int32_t i = 0, at = e % copies; i < copies; ++i, at = at + 1 == copies ? 0 : at + 1)
+                routed[shares.slots[begin + at]] = each + (i < left);
         } else {
             double taken = 0;
             for (std::int32_t i = begin; i < begin + copies; ++i) {

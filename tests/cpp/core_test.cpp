@@ -894,12 +894,13 @@ void test_shares(Random& random) {
                 for (std::int32_t i = first[e]; i < first[e + 1]; ++i) {
                     const std::int64_t x = routed[slots[i]];
                     sums[e] += x;
-                    const std::int64_t copies = first[e + 1] - first[e], place = i - first[e];
+                    const std::int64_t copies = first[e + 1] - first[e], place = i - first[e],
+                                       turn = (place + copies - e % copies) % copies;
                     const double begin = place == 0 ? 0.0 : ends[i - 1], t = static_cast<double>(p.tokens[e]);
                     const auto exact =
                         static_cast<std::int64_t>(std::nearbyint(ends[i] * t) - std::nearbyint(begin * t));
-                    check(x == (even ? (p.tokens[e] + copies - 1 - place) / copies : exact),
-                          "a replica takes its share, and what is left over goes to the first");
+                    check(x == (even ? (p.tokens[e] + copies - 1 - turn) / copies : exact),
+                          "a replica takes its share, and what is left over goes in turn");
                 }
             }
             check(sums == p.tokens, "shares serve every token");
