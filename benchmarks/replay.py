@@ -293,7 +293,7 @@ def loop(quick: bool) -> None:
     for name, policy in policies.items():
         answer = eo.replay(trace_of(counts), policy, ["uniform"], time=TIME, migration=weights)
         times = decode_of(answer, "uniform")
-        decided = [d.expected.par_mean for _, d in answer.decisions]
+        decided = [decision.expected_mean for decision in answer.decisions]
         moves[name] = answer.moves
         served[name] = par_served(counts, start, answer, cycle)
         row(
@@ -318,7 +318,7 @@ def loop(quick: bool) -> None:
 
 def par_served(counts: Counts, start: eo.Placement, answer: eo.Replay, cycle: int) -> float:
     """Return the mean over later cycles and layers of the PAR on their load, as it was served."""
-    placements = [start, *(decision.placement for _, decision in answer.decisions)]
+    placements = [start, *(decision.placement for decision in answer.decisions)]
     loads = (counts[at : at + cycle].sum(axis=0) for at in range(cycle, len(counts), cycle))
     pars = [
         eo.PlacementMetrics.of(placements[min(n, len(placements) - 1)], load.astype(np.float64))

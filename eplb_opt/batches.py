@@ -11,6 +11,7 @@ from typing import TypeAlias, TypedDict, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from eplb_opt.arrays import as_integer
 from eplb_opt.demand import COUNTS_ALLOWED, count_tokens, out_of_range
 from eplb_opt.errors import InvalidTokensError
 from eplb_opt.heat import HeatStage
@@ -66,6 +67,12 @@ class BatchSteps:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def by_source(self) -> NDArray[np.int64] | None:
+        """Return int64 ``[steps, layers, sources, experts]``, recorded or of local batches."""
+        if self.source_tokens is None and self.topk_ids is not None:
+            return count_tokens(self.topk_ids, self.tokens.shape[-1])
+        return self.source_tokens
 
     def cut(self, steps: slice) -> BatchSteps:
         """Return some of the steps; `steps` counts from the first of these."""
@@ -123,6 +130,8 @@ class Batches:
         Which of the two.
     sources
         Gives tokens ``[steps, recorded layers, sources, experts]`` where they were recorded.
+    num_sources
+        Of how many sources.
     facts
         What is known of each step.
     """
@@ -137,6 +146,7 @@ class Batches:
     counts: Callable[[int, int], NDArray[np.integer]]
     holds_ids: bool
     sources: Callable[[int, int], NDArray[np.integer]] | None = None
+    num_sources: int = 1
     facts: StepFacts = field(default_factory=StepFacts)
 
     @classmethod
@@ -177,6 +187,7 @@ class Batches:
         """
         if tokens < 1 or (steps is not None and steps < 1):
             raise ValueError(f"tokens and steps must be at least 1, not {tokens} and {steps}")
+        as_integer(top_k, "top_k")
         if traffic is None:
             traffic = Workload.preset("deepseek-v3", seed=seed)
         name = str(traffic) if isinstance(traffic, (str, os.PathLike)) else "traffic in memory"
@@ -217,6 +228,7 @@ class Batches:
                 sources=None
                 if by_source is None
                 else lambda begin, end: np.asarray(by_source[begin:end]),
+                num_sources=1 if by_source is None else by_source.shape[2],
                 facts=source.facts,
             )
         cut = source.batches(tokens, steps=steps)
@@ -240,8 +252,9 @@ class Batches:
             A count that no batch has, naming the step, the layer and the expert.
         """
         end = self.steps if end is None else end
-        for first in range(begin, end, _STEPS_AT_ONCE):
-            yield self._chunk(first, min(first + _STEPS_AT_ONCE, end), gpus)
+        at_once = max(1, _STEPS_AT_ONCE // self.num_sources)
+        for first in range(begin, end, at_once):
+            yield self._chunk(first, min(first + at_once, end), gpus)
 
     def _chunk(self, begin: int, end: int, gpus: int) -> BatchSteps:
         part = self.counts(begin, end)[:, self.layers]
@@ -277,7 +290,20 @@ class BatchFacts:
 
     batches: Batches
     top_k: int
-    most_decode_tokens: int | None
+    most_decode_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        as_integer(self.top_k, "top_k")
+        if self.most_decode_tokens is not None:
+            as_integer(self.most_decode_tokens, "most_decode_tokens")
+
+    @property
+    def decode_limit(self) -> int | None:
+        """The most tokens that a decode step has: as given, or the most that a trace calls one."""
+        known = self.batches.facts
+        if self.most_decode_tokens is not None or known.stage is None or known.scheduled is None:
+            return self.most_decode_tokens
+        return int(known.scheduled[known.stage == "decode"].max(initial=1))
 
     def of(
         self, batch: BatchSteps
@@ -306,18 +332,15 @@ class BatchFacts:
 
     def collect(self, begin: int, end: int, stage: HeatStage) -> Collected:
         """Sum the tokens of a stage's steps, from one step to another."""
-        load, steps, most_decode = np.zeros(self.batches.load.shape, np.int64), 0, 0
+        load, steps = np.zeros(self.batches.load.shape, np.int64), 0
         for batch in self.batches.chunks(1, begin, end):
-            stages, _, scheduled = self.of(batch)
+            stages = self.of(batch)[0]
             taken = (
                 np.ones(len(batch), np.bool_) if stage == "all" else stages == STAGES.index(stage)
             )
             load += batch.tokens[taken].sum(axis=0)
             steps += int(taken.sum())
-            most_decode = max(most_decode, math.ceil(scheduled[stages == 0].max(initial=0)))
-        if self.most_decode_tokens is not None:
-            most_decode = self.most_decode_tokens
-        return Collected(load, steps, self.batches.top_k or self.top_k, most_decode)
+        return Collected(load, steps, self.batches.top_k or self.top_k, self.decode_limit)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -332,14 +355,18 @@ class Collected:
         Steps of the stage.
     top_k
         Experts per token.
-    most_decode_tokens
-        Tokens that were scheduled in the largest decode step, or what was given.
+    decode_limit
+        The most tokens that a decode step has; None where that is not known.
     """
 
     load: NDArray[np.int64]
     steps: int
     top_k: int
-    most_decode_tokens: int
+    decode_limit: int | None
+
+    def mean_batch(self) -> NDArray[np.int64]:
+        """Return int64 ``[layers, experts]``: the mean batch, counts rounded up."""
+        return -(-self.load // max(self.steps, 1))
 
     @property
     def batch_tokens(self) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from eplb_opt.arrays import as_integer
 from eplb_opt.budget import spend
 from eplb_opt.errors import InvalidPlacementError, InvalidTokensError
 from eplb_opt.formats.placements import PlacementFormat, format_to_write, write_placement
@@ -60,8 +61,8 @@ class BreakEven:
     links: Links = field(default_factory=Links)
 
     def __post_init__(self) -> None:
-        if min(self.steps, self.expert_bytes) < 1:
-            raise ValueError(f"{self.steps=}, {self.expert_bytes=}: both must be at least 1")
+        as_integer(self.steps, "steps")
+        as_integer(self.expert_bytes, "expert_bytes")
         objective = Objective.of(self.objective)
         if objective.counts_activations or objective.counts_tokens:
             raise ValueError(f"objective {objective.name} counts; breaking even needs microseconds")
@@ -105,8 +106,8 @@ class Worth:
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:
                 raise ValueError(f"{name} is {value}; expected 0 to 1")
-        if self.max_moves is not None and self.max_moves < 0:
-            raise ValueError(f"max_moves is {self.max_moves}; expected 0 or more")
+        if self.max_moves is not None:
+            as_integer(self.max_moves, "max_moves", least=0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -236,6 +237,7 @@ class EplbLoop:
         if not self.placement.layered:
             raise InvalidPlacementError("the loop updates layers; give slots [layers, gpus, slots]")
         self.method = resolve_placer(self.method)
+        as_integer(self.top_k, "top_k")
         if self.record is not None:
             format_to_write(Path(self.record), self.record_format)
         self._window = _Window()

@@ -499,8 +499,8 @@ def _draw_replays(figure: Figure, replays: Sequence[Replay]) -> None:
         for colour, row in zip(cycle(_COLOURS), replay.rows, strict=False):
             x, times = _medians(steps, row.step_times[replay.stages == at] / 1e3)
             course.plot(x, times, color=colour, label=row.method)
-        for step, _ in replay.decisions:
-            course.axvline(step + 1, ymax=0.04, color=_INK, linewidth=0.6)
+        for decided in replay.decisions:
+            course.axvline(decided.step + 1, ymax=0.04, color=_INK, linewidth=0.6)
         course.set_ylim(0, None)
         course.grid(axis="y", color=_GRID, linewidth=0.5)
         _draw_parts(parts, replay, STAGES[at])

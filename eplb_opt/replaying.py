@@ -14,13 +14,14 @@ import time as clock
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb_opt.arrays import as_integer
 from eplb_opt.batches import STAGES, Batches, BatchFacts, BatchSteps, Traffic
 from eplb_opt.errors import InvalidPlacementError
 from eplb_opt.loop import Commit, Decision, EplbLoop
@@ -35,7 +36,7 @@ from eplb_opt.topology import transport
 from eplb_opt.transfer import plan_transfer
 from eplb_opt.workload import Stage
 
-__all__ = ["PARTS", "Replay", "ReplayRow", "StageTimes", "Stale", "replay"]
+__all__ = ["PARTS", "Decided", "Replay", "ReplayRow", "StageTimes", "Stale", "replay"]
 
 PARTS = ("experts", "communication", "router", "rest", "migration")
 _COUNTS = ("live_experts", "replicas_available", "activated", "tokens")
@@ -46,8 +47,9 @@ class Stale:
     """A method that routes by a table, solved once for a window of steps, as TEMPO serves.
 
     The table holds what the method answers for the mean batch of the window before, every expert
-    counted as live; `eplb_opt.routers.Quotas` splits each batch by it. Before the first window is
-    complete, all experts count alike.
+    counted as live; `eplb_opt.routers.quotas.Quotas` splits each batch by it. The first table is
+    for as many steps before the first that is served as there are; without any, all experts count
+    alike. Where a placement changes, the table is solved anew for the same window.
 
     Parameters
     ----------
@@ -100,6 +102,8 @@ class StageTimes:
         Tokens over activated replicas.
     slowest_gpu
         Microseconds that the slowest GPU takes for a layer's experts, mean.
+    tokens_per_second
+        Tokens that all GPUs serve in these steps, over their time; each token once.
     """
 
     steps: int
@@ -118,6 +122,7 @@ class StageTimes:
     activated: float
     tokens_per_activated: float
     slowest_gpu: float
+    tokens_per_second: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +166,56 @@ class ReplayRow:
 
 
 @dataclass(frozen=True, slots=True)
+class Decided:
+    """What a loop decided at the end of a step.
+
+    Attributes
+    ----------
+    step
+        The step.
+    moves
+        Weights that GPUs receive by it.
+    par_mean, par_max
+        PAR of the window's load on the placement that was served, mean and largest over layers.
+    expected_mean, expected_max
+        The same on the placement that was decided on.
+    declined
+        Why nothing changes; empty if something does.
+    placement
+        What is served once all layers are updated.
+    """
+
+    step: int
+    moves: int
+    par_mean: float
+    par_max: float
+    expected_mean: float
+    expected_max: float
+    declined: str
+    placement: Placement = field(repr=False, compare=False)
+
+    @classmethod
+    def of(cls, step: int, decision: Decision) -> Decided:
+        """Keep what a decision was, without the loads of its GPUs and experts."""
+        now, then = decision.current, decision.expected
+        return cls(
+            step,
+            int(decision.moves.sum()),
+            float(now.par_mean),
+            float(now.par_max),
+            float(then.par_mean),
+            float(then.par_max),
+            decision.declined,
+            decision.placement,
+        )
+
+    def figures(self) -> dict[str, Any]:
+        """Return all but the placement, by name."""
+        names = (column.name for column in fields(self) if column.name != "placement")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True, slots=True)
 class Replay:
     """What was replayed, and a row for every method.
 
@@ -179,7 +234,7 @@ class Replay:
     rows
         In the order of the methods.
     decisions
-        The steps at whose end the loop decided, with what.
+        What the loop decided, and at whose step's end.
     moves
         Weights that GPUs received.
     placement
@@ -194,7 +249,7 @@ class Replay:
     num_gpus: int
     redundant: int
     rows: tuple[ReplayRow, ...]
-    decisions: tuple[tuple[int, Decision], ...] = field(repr=False, compare=False)
+    decisions: tuple[Decided, ...]
     moves: int
     placement: Placement = field(repr=False, compare=False)
 
@@ -207,9 +262,11 @@ class Replay:
             "steps": self.steps,
             "gpus": self.num_gpus,
             "redundant": self.redundant,
-            "decisions": len(self.decisions),
             "moves": self.moves,
-            "rows": [row.flat() for row in self.rows],
+            "decisions": [decided.figures() for decided in self.decisions],
+            "rows": [
+                {**row.flat(), "layer_makespan": row.layer_times.tolist()} for row in self.rows
+            ],
         }
 
     def row(self, method: str) -> ReplayRow:
@@ -300,9 +357,12 @@ def replay(
     -----
     O(steps) times routing and pricing. Steps are loaded 32 at a time and routed by up to `threads`
     threads, so that memory does not grow with the length of the trace but for 9 bytes per step and
-    method. Where counts were recorded by source, for as many sources as GPUs, dispatch and combine
-    are priced by the split over sources that keeps most tokens near (`eplb_opt.transport`).
-    A method with a seed starts anew with every part of the steps.
+    method, and a placement per decision.
+
+    Where it is known which of as many sources as GPUs a token comes from, dispatch and combine are
+    priced by the split over sources that keeps most tokens near (`eplb_opt.transport`): for rules
+    that choose by source, the least that their shares allow. A method with a seed draws anew, from
+    the seed plus the part's first step, for every part of the steps.
 
     Examples
     --------
@@ -315,13 +375,19 @@ def replay(
     >>> even.activated > best.activated, even.mean > best.mean
     (True, True)
     """
+    as_integer(threads, "threads", most=Router.MAX_THREADS)
+    if isinstance(methods, str) or not len(methods):
+        raise ValueError(f"methods is {methods!r}; expected a list of one or more")
+    for name, limit in (("slo", slo), ("prefill_slo", prefill_slo)):
+        if limit is not None and not limit >= 0:
+            raise ValueError(f"{name} is {limit}; expected milliseconds from 0")
     facts = traffic
     if not isinstance(facts, BatchFacts):
         batches = Batches.of(facts, tokens=tokens, steps=steps, top_k=top_k)
         facts = BatchFacts(batches, top_k, most_decode_tokens)
     end = facts.batches.steps if steps is None else min(steps, facts.batches.steps)
     if not 0 <= first_step < end:
-        raise ValueError(f"first_step is {first_step}; the traffic has steps 0 to {end - 1}")
+        raise ValueError(f"first_step is {first_step}; there are steps 0 to {end - 1} to serve")
     course = _Course(served, [_Lane.of(m, time.pricing) for m in methods], facts, migration)
     course.require_alike(facts.batches)
     price = partial(_Pricer(time), lanes=course.lanes)
@@ -367,7 +433,7 @@ class _Lane:
         router = Router(placement, objective=self.own, method=self.method)
         if self.window is None:
             return router
-        table = Quotas(router.route(np.maximum(mean, 1)).tokens)
+        table = Quotas(router.route(np.maximum(mean, placement.copies > 0)).tokens)
         return Router(placement, objective=self.own, method=table)
 
 
@@ -397,13 +463,12 @@ class _Course:
         self._loop = served if isinstance(served, EplbLoop) else None
         self.placement = served.placement if isinstance(served, EplbLoop) else served
         self.lanes = lanes
-        self.decisions: list[tuple[int, Decision]] = []
+        self.decisions: list[Decided] = []
         self.moves = 0
         self._facts = facts
         self._migration = migration
-        shape = self.placement.num_layers, self.placement.num_experts
-        self._windows = [_Window(lane.window, shape) for lane in lanes]
-        self._routers = self._bound()
+        self._windows: list[_Window] = []
+        self._routers: tuple[Router, ...] = ()
 
     def require_alike(self, batches: Batches) -> None:
         """Refuse a placement of other layers or experts than the traffic's."""
@@ -418,6 +483,8 @@ class _Course:
 
     def parts(self, begin: int, end: int) -> Iterator[_Part]:
         """Yield the steps, cut wherever what routes them changes."""
+        self._windows = [_Window.of(lane.window, self._facts, begin) for lane in self.lanes]
+        self._routers = self._bound()
         for batch in self._facts.batches.chunks(self.placement.num_gpus, begin, end):
             stages, tokens, scheduled = self._facts.of(batch)
             start = 0
@@ -442,20 +509,18 @@ class _Course:
     def _advance(self, step: int, tokens: NDArray[np.int64], scheduled: int) -> float:
         """Tell of a step that has been served; return the microseconds of the moves at its end."""
         transfer = 0.0
-        changed = False
-        for window in self._windows:
-            changed |= window.add(tokens)
+        changed = [window.add(tokens) for window in self._windows]
         if self._loop is not None:
             told = self._loop.step(tokens, scheduled)
             if told.decision is not None:
-                self.decisions.append((step, told.decision))
+                self.decisions.append(Decided.of(step, told.decision))
             if told.commits and self._loop.placement != self.placement:
                 transfer = self._transfer(told.commits)
                 self.moves += sum(commit.moves for commit in told.commits)
                 self.placement = self._loop.placement
-                changed = True
-        if changed:
-            self._routers = self._bound()
+                changed = [True] * len(changed)
+        if any(changed):
+            self._routers = self._bound(changed)
         return transfer
 
     def _transfer(self, commits: Sequence[Commit]) -> float:
@@ -469,19 +534,32 @@ class _Course:
         size, links = self._migration.expert_bytes, self._migration.links
         return 1e6 * plan_transfer(before, after, size, links=links).seconds
 
-    def _bound(self) -> tuple[Router, ...]:
-        lanes = zip(self.lanes, self._windows, strict=True)
-        return tuple(lane.router(self.placement, window.mean) for lane, window in lanes)
+    def _bound(self, changed: Sequence[bool] | None = None) -> tuple[Router, ...]:
+        """Return the lanes' routers, new where something changed; by default all."""
+        if changed is None:
+            changed = [True] * len(self.lanes)
+        kept = self._routers or [None] * len(self.lanes)
+        lanes = zip(self.lanes, self._windows, kept, changed, strict=True)
+        return tuple(
+            router if router is not None and not new else lane.router(self.placement, window.mean)
+            for lane, window, router, new in lanes
+        )
 
 
 class _Window:
     """The mean batch of the last complete window of steps; none where a lane has no table."""
 
-    def __init__(self, steps: int | None, shape: tuple[int, int]) -> None:
-        self.mean = np.zeros(shape, np.int64)
+    def __init__(self, steps: int | None, mean: NDArray[np.int64]) -> None:
+        self.mean = mean
         self._steps = steps
-        self._sum = np.zeros(shape, np.int64)
+        self._sum = np.zeros_like(mean)
         self._added = 0
+
+    @classmethod
+    def of(cls, steps: int | None, facts: BatchFacts, first_step: int) -> _Window:
+        """Return the window of the steps before the first that is served."""
+        begin = first_step if steps is None else max(0, first_step - steps)
+        return cls(steps, facts.collect(begin, first_step, "all").mean_batch())
 
     def add(self, tokens: NDArray[np.int64]) -> bool:
         """Add a step; tell whether that completes the window."""
@@ -540,6 +618,9 @@ class _Pricer:
         rest: NDArray[np.float64],
     ) -> _Priced:
         batch = part.batch
+        if lane.window is None and isinstance(seed := getattr(lane.method, "seed", None), int):
+            drawn = replace(cast(Any, lane.method), seed=seed + batch.first)
+            router = Router(part.placement, objective=lane.own, method=drawn)
         began = clock.perf_counter()
         routing = router.route(batch.tokens, **batch.given(router.method.traits.needs, lane.label))
         seconds = clock.perf_counter() - began
@@ -549,22 +630,25 @@ class _Pricer:
         live, available, tokens = demand
         parts = np.zeros((len(batch), len(PARTS)))
         parts[:, 0] = makespan.sum(axis=-1)
-        parts[:, 1] = self._communication(part, routing)
+        parts[:, 1] = self._communication(part, routing, lane.label)
         parts[:, 2] = self.time.routers.get(lane.label, 0.0) * makespan.shape[1]
         parts[:, 3] = rest
         activated = routing.activated.sum(axis=(1, 2))
         counts = np.stack([live, available, activated, tokens], axis=1)
         return _Priced(parts, counts, makespan, seconds)
 
-    def _communication(self, part: _Part, routing: Routing) -> NDArray[np.float64] | float:
-        model = self.time.communication
+    def _communication(
+        self, part: _Part, routing: Routing, label: str
+    ) -> NDArray[np.float64] | float:
+        model = self.time.communication_of(label)
         if model is None:
             return 0.0
         flows = None
-        by_source, gpus = part.batch.source_tokens, part.placement.num_gpus
-        if by_source is not None and by_source.shape[2] == gpus and model.exchange == "all-to-all":
-            near = transport(routing, by_source, gpus_per_node=model.links.gpus_per_node)
-            flows = near.tokens.sum(axis=-1)
+        if model.exchange == "all-to-all":
+            by_source, gpus = part.batch.by_source(), part.placement.num_gpus
+            if by_source is not None and by_source.shape[2] == gpus:
+                near = transport(routing, by_source, gpus_per_node=model.links.gpus_per_node)
+                flows = near.tokens.sum(axis=-1)
         times = model.time(routing.gpu_tokens(), part.tokens[:, None], flows)
         return np.asarray(times.sum(axis=-1))
 
@@ -597,7 +681,7 @@ class _Answers:
         self.stages = np.zeros(steps, np.int8)
         self._lanes = lanes
         self._layers = placement.num_layers
-        self._tokens = 0.0
+        self._tokens = np.zeros(len(STAGES))
         self._times = np.zeros((len(lanes), steps))
         self._parts = np.zeros((len(lanes), len(STAGES), len(PARTS)))
         self._counts = np.zeros((len(lanes), len(STAGES), len(_COUNTS)))
@@ -609,7 +693,7 @@ class _Answers:
         these = slice(self.done, self.done + len(part.batch))
         self.done = these.stop
         self.stages[these] = part.stages
-        self._tokens += float(part.tokens.sum())
+        self._tokens += [part.tokens[part.stages == at].sum() for at in range(len(STAGES))]
         for lane, answer in enumerate(priced):
             parts = answer.parts
             if part.transfer and migration is not None:
@@ -629,12 +713,11 @@ class _Answers:
     def _row(self, lane: int, slos: dict[Stage, float | None]) -> ReplayRow:
         times = self._times[lane]
         decode, prefill = (self._stage(lane, at, slos[s]) for at, s in enumerate(STAGES))
-        total = times.sum()
         return ReplayRow(
             self._lanes[lane].label,
             decode,
             prefill,
-            tokens_per_second=1e6 * self._tokens / total if total else math.nan,
+            tokens_per_second=_rate(self._tokens.sum(), times),
             solve_microseconds=1e6 * float(self._seconds[lane]) / (len(times) * self._layers),
             step_times=times,
             layer_times=self._makespan[lane] / len(times),
@@ -667,4 +750,11 @@ class _Answers:
             activated=activated / problems,
             tokens_per_activated=tokens / max(activated, 1),
             slowest_gpu=1e3 * experts / self._layers,
+            tokens_per_second=_rate(self._tokens[stage], 1e3 * times),
         )
+
+
+def _rate(tokens: float, microseconds: NDArray[np.float64]) -> float:
+    """Return tokens per second; NaN where no time passes."""
+    total = float(microseconds.sum())
+    return 1e6 * float(tokens) / total if total else math.nan

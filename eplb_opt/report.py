@@ -370,8 +370,7 @@ def print_replay(replays: Sequence[Replay]) -> None:
         f"redundant slots; objective {first.objective}"
     )
     for replay in replays:
-        decided = many(len(replay.decisions), "decision")
-        updates = f"{decided}, {many(replay.moves, 'move')}" if replay.decisions else "stays"
+        updates = _updates(replay) if replay.decisions else "stays"
         for stage in STAGES:
             if any(getattr(row, stage) is not None for row in replay.rows):
                 console.print()
@@ -380,6 +379,20 @@ def print_replay(replays: Sequence[Replay]) -> None:
         "\n[dim]milliseconds per step: experts on the slowest GPU, dispatch and combine, the"
         " router, the rest, moves\nreplicas: of live experts, and activated, per layer; µs: the"
         " slowest GPU's kernel on a layer[/dim]"
+    )
+
+
+def _updates(replay: Replay) -> str:
+    """Say what a loop decided."""
+    told = replay.decisions
+    declined = sum(bool(decided.declined) for decided in told)
+    now, then = (
+        sum(getattr(decided, name) for decided in told) / len(told)
+        for name in ("par_mean", "expected_mean")
+    )
+    return (
+        f"{many(len(told), 'decision')} ({declined} declined), {many(replay.moves, 'move')}, "
+        f"PAR {now:.3f} to {then:.3f}"
     )
 
 
@@ -401,7 +414,7 @@ def _stage_table(replay: Replay, stage: Stage, title: str) -> Table:
         ("acti-\nvated", _texts([row.activated for row in rows], decimals=1)),
         ("tokens/\nreplica", _texts([row.tokens_per_activated for row in rows])),
         ("µs", _texts([row.slowest_gpu for row in rows])),
-        ("tokens/s", [f"{row.tokens_per_second:.0f}" for row in replay.rows]),
+        ("tokens/s", [f"{row.tokens_per_second:.0f}" for row in rows]),
     ]
     if any(isfinite(row.within_slo) for row in rows):
         columns.insert(4, ("in SLO\n%", _texts([100 * row.within_slo for row in rows], decimals=1)))

@@ -34,7 +34,8 @@ class Scenario:
     stage
         Which steps' load placements are made for.
     interval
-        Steps from one placement to the next; None: what is placed on the collected steps stays.
+        Steps from one placement to the next, a quarter of them to the first; None: what is placed
+        on the collected steps stays.
     num_nodes, num_groups
         As for `eplb_opt.solve_placement`.
     worth
@@ -108,14 +109,21 @@ class Scenario:
     def loop(self, start: Placement, collected: Collected, *, threads: int = 1) -> EplbLoop:
         """Return the loop that keeps a placement up, every `interval` steps on the load of as many.
 
+        It is vLLM's, `eplb_opt.SlidingWindow`, whose first interval is a quarter as long.
+
         Raises
         ------
         ValueError
-            Without a placer and an interval.
+            Without a placer and an interval, or when it is not known how stages are told.
         """
         if self.interval is None or self.placer is None:
             raise ValueError("a loop needs a placer and an interval")
-        collect = StageFilter(self.stage, collected.most_decode_tokens)
+        if self.stage != "all" and collected.decode_limit is None:
+            raise ValueError(
+                f"stage {self.stage} is told by scheduled tokens, and the trace does not say how "
+                "many a decode step has; give most_decode_tokens (--most-decode-tokens)"
+            )
+        collect = StageFilter(self.stage, collected.decode_limit)
         return EplbLoop(
             start,
             SlidingWindow(self.interval, self.interval, collect),

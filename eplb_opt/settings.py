@@ -17,6 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar, get_args
 
+from eplb_opt.arrays import as_integer
 from eplb_opt.formats.placements import PlacementFormat, read_placement
 from eplb_opt.heat import CollectThenDecide, HeatStage, PeriodicDump, SlidingWindow, StageFilter
 from eplb_opt.loop import EplbLoop, Worth
@@ -55,6 +56,11 @@ class Deployment:
     num_groups: int = 1
     most_decode_tokens: int | None = None
     dense_layers: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_experts", "num_gpus", "num_nodes", "num_groups"):
+            as_integer(getattr(self, name), name)
+        as_integer(self.dense_layers, "dense_layers", least=0)
 
     def first(self, redundant: int, name: str) -> Placement:
         """Return what an engine starts with.
@@ -116,6 +122,7 @@ class AscendEplb:
 
     def __post_init__(self) -> None:
         """Refuse what the engine would."""
+        _check_types("eplb_config", self)
         at_least = {"expert_heat_collection_interval": 1, "algorithm_execution_interval": 1}
         _check_integers("eplb_config", self, at_least | {"num_redundant_experts": 0})
         _check_known("eplb_config", self, "eplb_policy_type", range(len(_ASCEND_POLICIES)))
@@ -222,6 +229,7 @@ class VllmEplb:
 
     def __post_init__(self) -> None:
         """Refuse what the engine would."""
+        _check_types("eplb_config", self)
         least = dict.fromkeys(("window_size", "step_interval", "log_balancedness_interval"), 1)
         _check_integers("eplb_config", self, least | {"num_redundant_experts": 0})
         _check_known("eplb_config", self, "policy", ("default",))
@@ -293,6 +301,7 @@ class SglangEplb:
 
     def __post_init__(self) -> None:
         """Refuse what the engine would."""
+        _check_types("SGLang", self)
         least = {"ep_num_redundant_experts": 0, "eplb_rebalance_num_iterations": 1}
         optional = ("eplb_rebalance_layers_per_chunk", "expert_distribution_recorder_buffer_size")
         given = {name: 1 for name in optional if getattr(self, name) is not None}
@@ -391,6 +400,20 @@ def _parse_flags(words: Sequence[str]) -> dict[str, Any]:
         except ValueError:
             raise ValueError(f"SGLang: {flag} is {text!r}; expected {kind}") from None
     return found
+
+
+def _check_types(engine: str, settings: AscendEplb | VllmEplb | SglangEplb) -> None:
+    """Refuse values of another type than the field's; JSON has no other."""
+    kinds: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float)}
+    for column in fields(settings):
+        value, (kind, _, optional) = getattr(settings, column.name), str(column.type).partition(" ")
+        allowed = kinds.get(kind, (str,))
+        if (value is None and optional) or (
+            isinstance(value, allowed) and (kind == "bool") == isinstance(value, bool)
+        ):
+            continue
+        expected = "a string" if allowed == (str,) else kind
+        raise ValueError(f"{engine}: {column.name} is {value!r}; expected {expected}")
 
 
 def _check_integers(engine: str, settings: object, least: Mapping[str, int]) -> None:

@@ -8,13 +8,13 @@ placement changes, see `Migration`. Times are in microseconds.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb_opt.arrays import as_integer
 from eplb_opt.objective import Objective
 from eplb_opt.transfer import Links
 from eplb_opt.workload import Stage
@@ -30,6 +30,12 @@ def _require_finite(owner: object, *names: str) -> None:
     for name in names:
         if not 0 <= (value := getattr(owner, name)) < np.inf:
             raise ValueError(f"{name} is {value}; expected a number from 0")
+
+
+def _require_known(exchange: str) -> None:
+    if exchange not in get_args(Exchange):
+        known = ", ".join(get_args(Exchange))
+        raise ValueError(f"no exchange is called {exchange!r}; the known ones are: {known}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +89,7 @@ class Communication:
     node over `Links.inside` and the bytes to other nodes over `Links.between`. Where it is not
     known whose the tokens are, every GPU holds an equal part of each expert's. A GPU that receives
     N of them then gets ``N (n - 1) / G`` inside its node of n GPUs and ``N (G - n) / G`` from
-    others, and no GPU of equal nodes sends more than the busiest one receives.
+    others.
 
     *All-gather.* Of T tokens, the n GPUs of a node bring in the ``T (G - n) / G`` of other nodes
     together, and pass on inside what each of them lacks.
@@ -113,11 +119,8 @@ class Communication:
 
     def __post_init__(self) -> None:
         _require_finite(self, "latency", "dispatch_bytes", "combine_bytes")
-        if self.hidden < 1:
-            raise ValueError(f"hidden is {self.hidden}; expected 1 or more")
-        if self.exchange not in get_args(Exchange):
-            known = ", ".join(get_args(Exchange))
-            raise ValueError(f"no exchange is called {self.exchange!r}; the known are: {known}")
+        as_integer(self.hidden, "hidden")
+        _require_known(self.exchange)
 
     def time(
         self,
@@ -145,18 +148,27 @@ class Communication:
         if self.exchange == "all-gather":
             seconds = batch_tokens * self._gathering(gpus)
         elif flows is None:
-            seconds = (gpu_tokens * self._receiving(gpus)).max(axis=-1)
+            seconds = self._evenly(gpu_tokens)
         else:
             seconds = self._flowing(flows)
         values = self.hidden * (self.dispatch_bytes + self.combine_bytes)
         moving = _MICROSECONDS * values * seconds + 2 * self.latency
         return np.where(gpu_tokens.any(axis=-1), moving, 0.0)
 
-    def _receiving(self, gpus: int) -> NDArray[np.float64]:
-        """Seconds by GPU for a byte of each token that it takes, whose sources are unknown."""
-        own = self._same_node(gpus).sum(axis=1)
-        inside, between = (own - 1) / gpus, (gpus - own) / gpus
-        return np.asarray(np.maximum(inside / self.links.inside, between / self.links.between))
+    def _evenly(self, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Seconds for a byte of each token, of which every GPU holds an equal part."""
+        gpus = tokens.shape[-1]
+        same = self._same_node(gpus)
+        own = same.sum(axis=1)
+        of_node = tokens @ same.astype(np.float64)
+        total = tokens.sum(axis=-1, keepdims=True)
+        received = np.maximum(
+            tokens * (own - 1) / self.links.inside, tokens * (gpus - own) / self.links.between
+        )
+        sent = np.maximum(
+            (of_node - tokens) / self.links.inside, (total - of_node) / self.links.between
+        )
+        return np.asarray(np.maximum(received, sent).max(axis=-1) / gpus)
 
     def _gathering(self, gpus: int) -> float:
         """Seconds for a byte of each token of a batch that every GPU receives."""
@@ -197,6 +209,9 @@ class StepTime:
         All else of a step (attention, dense layers, sampling), by the tokens of a GPU.
     routers
         Microseconds that a router itself takes per layer, by the label of its method; 0 for others.
+    exchanges
+        The exchange of some methods, by label, where it is not that of `communication`: METRO
+        gathers all tokens before the top-k choice.
 
     Raises
     ------
@@ -208,7 +223,8 @@ class StepTime:
     communication: Communication | None = None
     decode: Line = Line()
     prefill: Line = Line()
-    routers: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    routers: Mapping[str, float] = field(default_factory=dict, hash=False)
+    exchanges: Mapping[str, Exchange] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         objective = Objective.of(self.objective)
@@ -216,6 +232,10 @@ class StepTime:
             problem = f"objective {objective.name} counts, and a step takes microseconds"
             raise ValueError(f"{problem}; eplb-opt presets lists measured ones")
         object.__setattr__(self, "objective", objective)
+        object.__setattr__(self, "routers", dict(self.routers))
+        object.__setattr__(self, "exchanges", dict(self.exchanges))
+        for exchange in self.exchanges.values():
+            _require_known(exchange)
         for label, time in self.routers.items():
             if not 0 <= time < np.inf:
                 raise ValueError(f"router {label} takes {time} µs; expected a number from 0")
@@ -224,6 +244,12 @@ class StepTime:
     def pricing(self) -> Objective:
         """The objective itself."""
         return Objective.of(self.objective)
+
+    def communication_of(self, label: str) -> Communication | None:
+        """Return dispatch and combine under a method."""
+        if self.communication is None or label not in self.exchanges:
+            return self.communication
+        return replace(self.communication, exchange=self.exchanges[label])
 
     def rest(self, stage: Stage, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return what all else takes, [...], by the tokens of a GPU, [...]."""
@@ -263,9 +289,9 @@ class Migration:
     share: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.expert_bytes < 1 or not 0 < self.share <= 1:
-            problem = f"expert_bytes={self.expert_bytes}, share={self.share}"
-            raise ValueError(f"{problem}; expected 1 or more, and above 0 up to 1")
+        as_integer(self.expert_bytes, "expert_bytes")
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share is {self.share}; expected above 0 up to 1")
 
     def stall(self, transfer: float, step: float, communication: float) -> float:
         """Return by how much a step takes longer.

@@ -11,7 +11,7 @@ import pytest
 from eplb_opt import replaying
 from eplb_opt.batches import Batches, BatchFacts
 from eplb_opt.errors import EplbError, InvalidPlacementError, InvalidTokensError
-from eplb_opt.heat import CollectThenDecide, SlidingWindow
+from eplb_opt.heat import CollectThenDecide, SlidingWindow, StageFilter
 from eplb_opt.loop import EplbLoop
 from eplb_opt.objective import Objective, Piece
 from eplb_opt.placement import Placement
@@ -122,43 +122,56 @@ def test_a_loops_placements_take_over_when_its_cycle_says() -> None:
         return EplbLoop(PLACEMENT, CollectThenDecide(4, 2), method="search")
 
     answer = replay(LoadTrace(tokens), loop(), ["makespan"], time=TIME, migration=migration)
-    told, wanted, moves = loop(), [], 0
+    again, wanted, moves = loop(), [], 0
     decided = []
     for step, batch in enumerate(tokens):
-        before = told.placement
+        before = again.placement
         routed = solve_routing(before, batch, objective=KERNEL, method="makespan")
-        happened = told.step(batch, 0)
+        happened = again.step(batch, 0)
         if happened.decision is not None:
             decided.append(step)
-        plan = plan_transfer(before, told.placement, 1_000_000, links=migration.links)
+        plan = plan_transfer(before, again.placement, 1_000_000, links=migration.links)
         moves += len(plan.layer)
         wanted.append(routed.makespan.sum() + 1e6 * plan.seconds)
     assert answer.rows[0].step_times == pytest.approx(np.array(wanted))
-    assert [step for step, _ in answer.decisions] == decided
+    assert [told.step for told in answer.decisions] == decided
     assert len(decided) > 1
     assert answer.moves == moves > 0
-    assert answer.placement == told.placement
+    assert answer.placement == again.placement
 
 
-def test_overlapped_moves_take_less_than_stopping() -> None:
-    """What fits beside the step is free."""
+def test_overlapped_moves_take_what_does_not_fit_beside_the_step() -> None:
+    """Links carry tokens or weights: the step's other time is what moves can hide behind."""
     tokens = counts(20, seed=3, most=40)
-    times = []
+    time = StepTime(KERNEL, Communication(1000, Links(1e9, 1e9, 4)))
+    rows = []
     for overlapped in (False, True):
         loop = EplbLoop(PLACEMENT, SlidingWindow(4, 4), method="search")
         migration = Migration(100_000, Links(1e9, 1e9, 4), overlapped)
-        answer = replay(LoadTrace(tokens), loop, ["flow"], time=TIME, migration=migration)
-        times.append(decode(answer.rows[0]).migration)
-    assert times[0] > times[1] >= 0
+        answer = replay(LoadTrace(tokens), loop, ["flow"], time=time, migration=migration)
+        rows.append(answer.rows[0].step_times)
+    still = replay(LoadTrace(tokens), PLACEMENT, ["flow"], time=time).rows[0].step_times
+    stopped, beside = rows
+    first = 0  # vLLM's first interval is a quarter: the first step's end moves weights
+    routed = solve_routing(PLACEMENT, tokens[first], objective="tokens")
+    moving = time.communication_of("flow")
+    assert moving is not None
+    sent = moving.time(routed.gpu_tokens(), np.zeros(LAYERS)).sum()
+    transfer = stopped[first] - still[first]
+    assert transfer > 0
+    hidden = max(0.0, transfer - (still[first] - sent))
+    assert beside[first] - still[first] == pytest.approx(hidden)
 
 
 def test_a_stale_table_is_that_of_the_window_before() -> None:
-    """The first window is served by equal counts, each later one by the mean batch before it."""
-    tokens = counts(10, seed=5, most=30)
-    answer = replay(LoadTrace(tokens), PLACEMENT, [Stale("flow", 4), "flow"], time=TIME)
+    """The first one is of the steps before the first that is served, as many as there are."""
+    tokens = counts(13, seed=5, most=30)
+    methods: list[Any] = [Stale("flow", 4), "flow"]
+    answer = replay(LoadTrace(tokens), PLACEMENT, methods, time=TIME, first_step=3)
     wanted = []
-    for step, batch in enumerate(tokens):
-        window = tokens[step // 4 * 4 - 4 : step // 4 * 4] if step >= 4 else np.ones((1, 3, 8), int)
+    for step, batch in enumerate(tokens[3:]):
+        end = 3 + step // 4 * 4
+        window = tokens[max(0, end - 4) : end]
         mean = np.maximum(-(-window.sum(axis=0) // len(window)), 1)
         table = solve_routing(PLACEMENT, mean, objective="tokens").tokens
         routed = solve_routing(PLACEMENT, batch, objective=KERNEL, method=Quotas(table))
@@ -167,6 +180,18 @@ def test_a_stale_table_is_that_of_the_window_before() -> None:
     assert stale.method == "flow, stale 4"
     assert stale.step_times == pytest.approx(np.array(wanted))
     assert decode(fresh).mean < decode(stale).mean
+
+
+def test_a_table_without_steps_before_it_counts_all_experts_alike() -> None:
+    """An expert without a replica is left out of it."""
+    slots = [[[0, 1, 2], [3, 4, 5], [6, 0, -1], [1, 4, 2]]] * LAYERS
+    tokens = counts(3)
+    tokens[..., 7] = 0
+    placement = Placement(slots, EXPERTS, allow_missing=True)
+    answer = replay(LoadTrace(tokens), placement, [Stale("flow", 5)], time=TIME)
+    table = solve_routing(placement, [[1] * 7 + [0]] * LAYERS, objective="tokens").tokens
+    routed = solve_routing(placement, tokens, objective=KERNEL, method=Quotas(table))
+    assert answer.rows[0].step_times == pytest.approx(routed.makespan.sum(axis=-1))
 
 
 @pytest.mark.parametrize("threads", [2, 3])
@@ -197,6 +222,66 @@ def test_recorded_sources_decide_what_travels() -> None:
     answer = replay(trace, PLACEMENT, ["nearest", "rank-mod", "flow"], time=time)
     for row in answer.rows:
         assert decode(row).communication == pytest.approx(LAYERS * 100 * 2000 / 1e9 * 1e3)
+
+
+def test_a_replica_near_its_tokens_saves_the_way() -> None:
+    """Sources in two nodes: each keeps its tokens, though the shares alone do not say so."""
+    by_source = np.zeros((2, LAYERS, 4, EXPERTS), np.int64)
+    by_source[:, :, [0, 2], 0] = 60  # expert 0 sits on GPUs 0 and 2, which are nodes apart
+    time = StepTime(KERNEL, Communication(500, Links(1e9, 1e8, 2)))
+    known = LoadTrace.from_sources(by_source, top_k=1)
+    unknown = LoadTrace(by_source.sum(axis=2), top_k=1)
+    answers = [replay(t, PLACEMENT, ["uniform"], time=time) for t in (known, unknown)]
+    near, spread = (decode(answer.rows[0]).communication for answer in answers)
+    assert near == 0
+    assert spread == pytest.approx(LAYERS * 60 / 2 * 2000 / 1e8 * 1e3)
+
+
+def test_local_batches_are_sources_too() -> None:
+    """Rows are cut over the GPUs, and dispatched from there."""
+    ids = np.repeat([0, 3, 6, 4], 5)[:, None, None].repeat(LAYERS, axis=1)
+    trace = TokenTrace(ids, EXPERTS, np.zeros(20, np.int64))
+    time = StepTime(KERNEL, Communication(500, Links(1e9, 1e9, 4)))
+    answer = replay(trace, PLACEMENT, ["flow"], time=time, tokens=20)
+    # The tokens of GPUs 0 to 2 are served there; expert 4 is on GPUs 1 and 3, 5 tokens of GPU 3.
+    assert decode(answer.rows[0]).communication == 0
+
+
+def test_each_method_has_its_exchange() -> None:
+    """METRO gathers all tokens, whatever it routes; the others' go to their experts."""
+    tokens = counts(6)
+    moving = Communication(1000, Links(1e9, 1e9, 4))
+    time = StepTime(KERNEL, moving, exchanges={"metro": "all-gather"})
+    answer = replay(LoadTrace(tokens, top_k=3), PLACEMENT, ["metro", "flow"], time=time)
+    gathered, sent = (decode(row).communication for row in answer.rows)
+    batch = tokens.sum(axis=-1).max(axis=-1) / 3
+    assert gathered == pytest.approx((batch * 3 / 4 * 4000 / 1e9 * 1e3).mean() * LAYERS)
+    routed = solve_routing(PLACEMENT, tokens, objective="tokens")
+    fullest = routed.gpu_tokens().max(axis=-1).sum(axis=-1)
+    assert sent == pytest.approx((fullest * 3 / 4 * 4000 / 1e9 * 1e3).mean())
+
+
+def test_what_a_stage_counts_is_counted_by_hand() -> None:
+    """Live experts, their replicas, those activated, tokens of each, and tokens per second."""
+    tokens = np.zeros((2, LAYERS, EXPERTS), np.int64)
+    tokens[:, :, 0] = 6  # two replicas
+    tokens[1, :, 3] = 3  # one replica
+    answer = replay(LoadTrace(tokens, top_k=3), PLACEMENT, ["uniform"], time=TIME)
+    times = decode(answer.rows[0])
+    assert times.live_experts == 1.5
+    assert times.replicas_available == 2.5
+    assert times.activated == 2.5
+    assert times.tokens_per_activated == (6 + 9) / 5
+    assert times.slowest_gpu == 10
+    assert times.tokens_per_second == pytest.approx(1e6 * (2 + 3) / 60)
+
+
+def test_a_loop_is_told_the_tokens_that_were_scheduled() -> None:
+    """Padding makes a step prefill to the engine, whatever it holds."""
+    facts = StepFacts(scheduled=np.array([64, 8] * 8))
+    loop = EplbLoop(PLACEMENT, SlidingWindow(4, 4, StageFilter("decode", 8)), method="search")
+    answer = replay(LoadTrace(counts(16, most=40), facts=facts), loop, ["flow"], time=TIME)
+    assert [told.step for told in answer.decisions] == [1, 9]
 
 
 def test_a_recording_on_disk_and_ids_are_replayed(tmp_path: Any) -> None:
@@ -254,7 +339,7 @@ def test_what_cannot_be_replayed_is_refused() -> None:
         replay(LoadTrace(counts(4)[:, :2]), PLACEMENT, time=TIME)
     with pytest.raises(InvalidPlacementError, match=r"needs slots \[layers, gpus, slots\]"):
         replay(trace, Placement(PLACEMENT.slots[0]), time=TIME)
-    with pytest.raises(ValueError, match="first_step is 4; the traffic has steps 0 to 3"):
+    with pytest.raises(ValueError, match="first_step is 4; there are steps 0 to 3 to serve"):
         replay(trace, PLACEMENT, time=TIME, first_step=4)
     with pytest.raises(InvalidTokensError, match="vllm-hash needs topk_ids"):
         replay(trace, PLACEMENT, ["vllm-hash"], time=TIME)
@@ -310,7 +395,7 @@ def test_a_scenarios_loop_collects_its_stage_by_the_largest_decode_step() -> Non
     scheduled = np.where(stage == "decode", 16, 300)
     facts = facts_of(tokens, stage=stage, scheduled=scheduled)
     collected = facts.collect(0, 10, "decode")
-    assert collected.most_decode_tokens == 16
+    assert collected.decode_limit == 16
     scenario = Scenario(4, 4, "search", "decode", interval=5)
     loop = scenario.loop(scenario.start(collected), collected)
     steps = zip(tokens[:4], scheduled.tolist(), strict=False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import re
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -47,11 +49,12 @@ def test_an_all_to_all_takes_as_long_as_its_busiest_gpu(
     assert found == pytest.approx(wanted)
 
 
-@given(st.lists(st.integers(0, 50), min_size=8, max_size=8), st.sampled_from([1, 2, 4, 8]))
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.integers(1, 8))
 def test_unknown_sources_are_every_gpu_alike(counts: list[int], per_node: int) -> None:
-    """Without flows, each GPU's tokens come from all GPUs in equal parts."""
-    tokens = np.array(counts) * 8
-    flows = np.broadcast_to(tokens // 8, (8, 8))
+    """Without flows, each GPU's tokens come from all GPUs in equal parts; nodes may be unequal."""
+    gpus = len(counts)
+    tokens = np.array(counts) * gpus
+    flows = np.broadcast_to(tokens // gpus, (gpus, gpus))
     moving = Communication(hidden=512, links=Links(100e9, 10e9, per_node), latency=3)
     batch = np.array(1.0)
     assert moving.time(tokens, batch) == pytest.approx(moving.time(tokens, batch, flows))
@@ -83,6 +86,16 @@ def test_overlapped_moves_hold_up_what_does_not_fit_beside_the_step() -> None:
     assert beside.stall(300, step=1000, communication=300) == 0
 
 
+def test_step_times_travel_between_processes() -> None:
+    """They are copied, compared and pickled like any value."""
+    routers = {"metro": 26.0}
+    time = StepTime("deepseek-v3-fp8", Communication(64), routers=routers)
+    routers["metro"] = 0
+    assert time.routers == {"metro": 26}
+    assert pickle.loads(pickle.dumps(time)) == time
+    assert hash(time) == hash(replace(time))
+
+
 def test_prefill_and_decode_have_rests_of_their_own() -> None:
     """Each grows with a GPU's tokens along its own line."""
     time = StepTime("deepseek-v3-fp8", decode=Line(10, 1), prefill=Line(20, 2))
@@ -95,14 +108,15 @@ def test_prefill_and_decode_have_rests_of_their_own() -> None:
     [
         (lambda: Line(-1), "offset is -1; expected a number from 0"),
         (lambda: Line(0, float("nan")), "per_token is nan"),
-        (lambda: Communication(0), "hidden is 0; expected 1 or more"),
+        (lambda: Communication(0), "hidden must be at least 1, not 0"),
         (lambda: Communication(8, exchange="ring"), "no exchange is called 'ring'"),  # type: ignore[arg-type]
         (lambda: Communication(8, latency=float("inf")), "latency is inf"),
         (lambda: StepTime("activations"), "objective activations counts, and a step takes"),
+        (lambda: StepTime("deepseek-v3-fp8", exchanges={"metro": "ring"}), "no exchange is called"),  # type: ignore[dict-item]
         (lambda: StepTime("no-such"), "unknown objective 'no-such'"),
         (lambda: StepTime("deepseek-v3-fp8", routers={"metro": -1}), "router metro takes -1 µs"),
-        (lambda: Migration(0), "expert_bytes=0, share=1.0"),
-        (lambda: Migration(8, share=0), "expert_bytes=8, share=0"),
+        (lambda: Migration(0), "expert_bytes must be at least 1, not 0"),
+        (lambda: Migration(8, share=0), "share is 0; expected above 0"),
     ],
 )
 def test_what_takes_no_time_is_refused(make: object, problem: str) -> None:

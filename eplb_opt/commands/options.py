@@ -178,6 +178,36 @@ RouterTimeOption = Annotated[
         rich_help_panel="Time",
     ),
 ]
+GathersOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--gathers",
+        metavar="METHOD",
+        show_default=False,
+        help="A method whose tokens are all-gathered, whatever --exchange says; repeat for more.",
+        rich_help_panel="Time",
+    ),
+]
+WireBytesOption = Annotated[
+    str,
+    typer.Option(
+        "--wire-bytes",
+        metavar="DISPATCH,COMBINE",
+        help="Bytes of a token's value on its way to its experts and back; 1 for fp8.",
+        rich_help_panel="Time",
+    ),
+]
+MoveShareOption = Annotated[
+    float,
+    typer.Option(
+        "--move-share",
+        min=0.001,
+        max=1,
+        metavar="SHARE",
+        help="Of the links' bandwidth that moves of weights reach.",
+        rich_help_panel="Time",
+    ),
+]
 OverlapOption = Annotated[
     bool,
     typer.Option(
@@ -204,12 +234,10 @@ def numbers_of(option: str, text: str, kind: type[_Number], *, least: int) -> li
 
 def links_of(text: str, gpus: int, nodes: int) -> Links:
     """Read ``--links``: GB/s inside a node and between nodes."""
-    bandwidths = numbers_of("--links", text, float, least=0)
-    if len(bandwidths) != 2:
-        problem = f"expected two numbers, inside and between nodes, not {text!r}"
-        raise typer.BadParameter(problem, param_hint="--links")
-    inside, between = bandwidths
-    return Links(1e9 * inside, 1e9 * between, max(1, gpus // nodes))
+    inside, between = _two("--links", text)
+    if gpus % nodes:
+        raise typer.BadParameter(f"{nodes} nodes do not divide {gpus} GPUs", param_hint="--nodes")
+    return Links(1e9 * inside, 1e9 * between, gpus // nodes)
 
 
 def cores() -> int:
@@ -289,6 +317,9 @@ overlap
     prefill_rest: str | None
     router_time: Sequence[str]
     overlap: bool
+    gathers: Sequence[str] = ()
+    wire_bytes: str = "2,2"
+    move_share: float = 1.0
 
     def of(self, gpus: int, nodes: int) -> tuple[StepTime, Migration | None]:
         """Return both, for so many GPUs on so many nodes."""
@@ -296,11 +327,11 @@ overlap
         communication = migration = None
         if self.model is not None:
             shape = model_shape(self.model)
-            communication = Communication(
-                shape.hidden, links, cast(Exchange, self.exchange), self.latency
-            )
+            exchange = cast(Exchange, self.exchange)
+            moving = _two("--wire-bytes", self.wire_bytes)
+            communication = Communication(shape.hidden, links, exchange, self.latency, *moving)
             size = expert_bytes(shape, self.bytes_per_weight)
-            migration = Migration(size, links, self.overlap)
+            migration = Migration(size, links, self.overlap, self.move_share)
         elif self.latency or self.overlap:
             raise typer.BadParameter("--latency and --overlap are of what moves: give --model")
         decode = _line("--rest", self.rest)
@@ -311,8 +342,17 @@ overlap
             decode,
             decode if prefill is None else _line("--prefill-rest", prefill),
             dict(map(_router_time, self.router_time)),
+            dict.fromkeys(self.gathers, "all-gather"),
         )
         return time, migration
+
+
+def _two(option: str, text: str) -> tuple[float, float]:
+    numbers = numbers_of(option, text, float, least=0)
+    if len(numbers) != 2:
+        problem = f"expected two numbers with a comma between, not {text!r}"
+        raise typer.BadParameter(problem, param_hint=option)
+    return numbers[0], numbers[1]
 
 
 def _line(option: str, text: str) -> Line:

@@ -15,11 +15,13 @@ from eplb_opt.commands.options import (
     BatchTokensOption,
     BytesPerWeightOption,
     ExchangeOption,
+    GathersOption,
     JsonOption,
     LatencyOption,
     LinksOption,
     ModelNameOption,
     MostDecodeOption,
+    MoveShareOption,
     NodesOption,
     OverlapOption,
     PrefillRestOption,
@@ -32,6 +34,7 @@ from eplb_opt.commands.options import (
     TimedObjectiveOption,
     TopKOption,
     TraceArgument,
+    WireBytesOption,
     cores,
     progress_bar,
     require_writable,
@@ -42,7 +45,7 @@ from eplb_opt.errors import FormatError
 from eplb_opt.formats.placements import read_placement
 from eplb_opt.gap import as_json, csv_of
 from eplb_opt.heat import HeatStage
-from eplb_opt.loop import EplbLoop
+from eplb_opt.loop import BreakEven, EplbLoop, Worth
 from eplb_opt.placement import Placement
 from eplb_opt.plots import plot_replay
 from eplb_opt.replaying import Stale
@@ -50,6 +53,7 @@ from eplb_opt.replaying import replay as replay_steps
 from eplb_opt.report import print_replay
 from eplb_opt.scenario import Scenario
 from eplb_opt.settings import AscendEplb, Deployment, SglangEplb, VllmEplb
+from eplb_opt.step_time import Migration, StepTime
 
 __all__ = ["EPILOG", "replay"]
 
@@ -63,6 +67,7 @@ EPILOG = (
 )
 
 _ENGINES: Mapping[str, Any] = {"vllm-ascend": AscendEplb, "vllm": VllmEplb, "sglang": SglangEplb}
+_ALLOWED = {"DYNAMIC_EPLB": "true"}  # on the machine that serves, or else nothing would be
 _METHODS = ("uniform", "metro", "makespan")
 
 
@@ -81,6 +86,15 @@ def replay(
         ),
     ] = 0,
     nodes: NodesOption = 1,
+    groups: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Groups of consecutive experts that the gate picks together.",
+            rich_help_panel="Deployment",
+        ),
+    ] = 1,
     placer: Annotated[
         str,
         typer.Option(
@@ -114,7 +128,38 @@ def replay(
             min=1,
             metavar="STEPS",
             show_default="placed once",
-            help="Place anew every so many steps, on the load of as many.",
+            help="Place anew every so many steps, on the load of as many; a quarter to the first.",
+            rich_help_panel="Deployment",
+        ),
+    ] = None,
+    min_gain: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=1,
+            metavar="SHARE",
+            show_default="any",
+            help="With --interval: change nothing unless the peaks fall by so much.",
+            rich_help_panel="Deployment",
+        ),
+    ] = None,
+    max_moves: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            show_default="any number",
+            help="With --interval: the most weights that move at a time, over all layers.",
+            rich_help_panel="Deployment",
+        ),
+    ] = None,
+    break_even: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="STEPS",
+            show_default="any number",
+            help="With --interval: change nothing that is not repaid in so many steps.",
             rich_help_panel="Deployment",
         ),
     ] = None,
@@ -127,6 +172,16 @@ def replay(
             rich_help_panel="Deployment",
         ),
     ] = None,
+    dense_layers: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Layers without experts at the start of --placement, or of the map in --settings;"
+            " left out.",
+            rich_help_panel="Deployment",
+        ),
+    ] = 0,
     settings: Annotated[
         Path | None,
         typer.Option(
@@ -183,7 +238,10 @@ def replay(
     rest: RestOption = "0,0",
     prefill_rest: PrefillRestOption = None,
     router_time: RouterTimeOption = None,
+    gathers: GathersOption = None,
+    wire_bytes: WireBytesOption = "2,2",
     overlap: OverlapOption = False,
+    move_share: MoveShareOption = 1.0,
     slo: Annotated[
         float | None,
         typer.Option(
@@ -243,6 +301,9 @@ def replay(
         prefill_rest,
         router_time or (),
         overlap,
+        gathers or (),
+        wire_bytes,
+        move_share,
     )
     time, migration = pricing.of(gpus, nodes)
     if model is None:
@@ -254,9 +315,20 @@ def replay(
         cast(HeatStage, collect),
         interval,
         num_nodes=nodes,
+        num_groups=groups,
+        worth=_worth(min_gain, max_moves, break_even, time, migration),
     )
-    chosen = _Served(asked, placement, settings, engine)
+    if interval is None and asked.worth != Worth():
+        raise typer.BadParameter("--min-gain, --max-moves and --break-even are for --interval")
+    chosen = _Served(asked, placement, settings, engine, dense_layers)
+    labels = [*(method or _METHODS), *(Stale(name, window).label for name in stale or ())]
+    for label in (*time.routers, *time.exchanges):
+        if label not in labels:
+            known = ", ".join(labels)
+            raise typer.BadParameter(f"{label!r} is not replayed; those that are: {known}")
     batches = Batches.of(trace, tokens=tokens, steps=steps, top_k=top_k)
+    if batches.top_k is None:
+        say("note", f"the trace does not tell the experts per token; {top_k}, see --top-k")
     facts = BatchFacts(batches, top_k, most_decode_tokens)
     first = int(batches.steps * learn) if chosen.learns else 0
     methods = [*(method or _METHODS), *(Stale(name, window) for name in stale or ())]
@@ -281,7 +353,9 @@ def replay(
     figures = [replay.figures() for replay in replays]
     write_text(json, as_json({"replays": figures}) + "\n")
     rows = [
-        {"decisions": f["decisions"], "moves": f["moves"], **r} for f in figures for r in f["rows"]
+        {"decisions": len(replay.decisions), "moves": replay.moves, **row.flat()}
+        for replay in replays
+        for row in replay.rows
     ]
     write_text(csv, csv_of(list(rows[0]), rows))
     if plot is not None:
@@ -296,6 +370,7 @@ class _Served:
     placement: Path | None
     settings: Path | None
     engine: str | None
+    dense_layers: int
 
     def __post_init__(self) -> None:
         """Refuse options that do not go together."""
@@ -310,6 +385,10 @@ class _Served:
             raise typer.BadParameter("--interval needs a --placer")
         if self.settings is not None and self.scenario.placer is not None:
             raise typer.BadParameter("--settings say who places; leave --placer out")
+        if not self.learns and self.scenario.redundant:
+            raise typer.BadParameter("--placement and --settings say how many are redundant")
+        if self.settings is not None and self.scenario.stage != "all":
+            raise typer.BadParameter("--settings say what is collected; leave --collect out")
 
     @property
     def learns(self) -> bool:
@@ -330,7 +409,10 @@ class _Served:
     def _read(self, facts: BatchFacts) -> Placement:
         assert self.placement is not None
         return read_placement(
-            self.placement, num_gpus=self.scenario.num_gpus, num_experts=facts.batches.load.shape[1]
+            self.placement,
+            num_gpus=self.scenario.num_gpus,
+            num_experts=facts.batches.load.shape[1],
+            dense_layers=self.dense_layers,
         )
 
     def _engines_loop(self, facts: BatchFacts) -> EplbLoop:
@@ -348,7 +430,28 @@ class _Served:
             experts,
             self.scenario.num_gpus,
             self.scenario.num_nodes,
-            most_decode_tokens=facts.most_decode_tokens,
+            self.scenario.num_groups,
+            most_decode_tokens=facts.decode_limit,
+            dense_layers=self.dense_layers,
         )
-        loop: EplbLoop = _ENGINES[self.engine].of(given).loop(deployment)
+        read = _ENGINES[self.engine].of
+        loop: EplbLoop = (
+            read(given, _ALLOWED) if self.engine == "vllm-ascend" else read(given)
+        ).loop(deployment)
+        loop.record = None  # what was recorded in earnest stays
         return loop
+
+
+def _worth(
+    min_gain: float | None,
+    max_moves: int | None,
+    break_even: int | None,
+    time: StepTime,
+    migration: Migration | None,
+) -> Worth:
+    rule = None
+    if break_even is not None:
+        if migration is None:
+            raise typer.BadParameter("--break-even needs what the moves take: give --model")
+        rule = BreakEven(break_even, migration.expert_bytes, time.pricing, migration.links)
+    return Worth(min_gain, max_moves=max_moves, break_even=rule)

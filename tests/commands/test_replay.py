@@ -53,7 +53,8 @@ def test_methods_stand_side_by_side_with_and_without_updates(trace: Path) -> Non
     out = found.stdout
     assert "steps 10 to 39; 4 GPUs, 4 redundant slots; objective deepseek-v3-fp8" in out
     assert out.count("decode; placement: stays") == out.count("prefill; placement: stays") == 1
-    assert out.count("decisions, ") == 2
+    assert out.count("decisions (0 declined), ") == 2
+    assert out.count("PAR 1.") == 2
     assert out.count("flow, stale 5") == 4
     assert "in SLO" in out
     assert found.stderr == ""
@@ -66,7 +67,10 @@ def test_figures_are_written_as_they_are_printed(trace: Path, tmp_path: Path) ->
     found = run(trace, *options, "--json", "-", "--csv", csv, "--plot", plot)
     replays = json.loads(found.stdout)["replays"]
     assert [len(replay["rows"]) for replay in replays] == [1, 1]
-    assert replays[0]["moves"] == 0 < replays[1]["decisions"]
+    assert replays[0]["moves"] == 0 == len(replays[0]["decisions"])
+    assert [told["step"] for told in replays[1]["decisions"]] == list(range(10, 40, 4))
+    assert set(replays[1]["decisions"][0]) >= {"par_mean", "expected_mean", "moves", "declined"}
+    assert len(replays[1]["rows"][0]["layer_makespan"]) == LAYERS
     assert replays[0]["rows"][0]["decode_within_slo"] is None
     header, *rows = csv.read_text().splitlines()
     assert header.startswith("decisions,moves,method,decode_steps,decode_mean")
@@ -89,19 +93,34 @@ def test_a_placement_file_is_served_from_the_first_step(trace: Path, tmp_path: P
     [
         ("vllm", {"window_size": 4, "step_interval": 8, "num_redundant_experts": 4}),
         ("sglang", {"enable_eplb": True, "eplb_rebalance_num_iterations": 7}),
+        (
+            "vllm-ascend",
+            {
+                "dynamic_eplb": True,
+                "expert_heat_collection_interval": 2,
+                "algorithm_execution_interval": 3,
+                "expert_map_record_path": "map.json",
+            },
+        ),
     ],
 )
 def test_an_engines_settings_make_its_loop(
-    trace: Path, tmp_path: Path, engine: str, settings: dict[str, object]
+    trace: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    engine: str,
+    settings: dict[str, object],
 ) -> None:
-    """The loop decides as often as the engine's cycle says."""
+    """The loop decides as often as the engine's cycle says; no map is recorded by a replay."""
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "settings.json"
     path.write_text(json.dumps(settings))
     options = ("--gpus", 4, "--settings", path, "--engine", engine, "--method", "flow")
     out = run(trace, *options, "--json", "-").stdout
     fixed, updated = json.loads(out)["replays"]
-    assert fixed["decisions"] == 0
-    assert updated["decisions"] == 5
+    assert fixed["decisions"] == []
+    assert len(updated["decisions"]) == 5
+    assert not Path("map.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -113,6 +132,13 @@ def test_an_engines_settings_make_its_loop(
         (("--settings", "x.json", "--engine", "x"), "no engine is called 'x'"),
         (("--settings", "x", "--engine", "vllm", "--placement", "y"), "give one of --placement"),
         (("--settings", "x", "--engine", "vllm", "--placer", "search"), "say who places"),
+        (("--settings", "x", "--engine", "vllm", "--redundant", 4), "say how many are redundant"),
+        (("--settings", "x", "--engine", "vllm", "--collect", "decode"), "say what is collected"),
+        (("--min-gain", 0.1), "are for --interval"),
+        (("--placer", "search", "--interval", 4, "--break-even", 9), "give --model"),
+        (("--nodes", 3), "3 nodes do not divide 4 GPUs"),
+        (("--router-time", "metroo=3"), "'metroo' is not replayed"),
+        (("--gathers", "flow"), "'flow' is not replayed"),
         (("--latency", 3), "of what moves: give --model"),
         (("--rest", "1,2,3"), "expected OFFSET or OFFSET,PER_TOKEN"),
         (("--router-time", "metro"), "expected METHOD=MICROSECONDS"),
@@ -146,6 +172,24 @@ def test_what_cannot_be_replayed_is_told_in_a_line(
     found = run(trace, "--gpus", 4, *options, code=1)
     assert found.stdout == ""
     assert problem in found.stderr
+
+
+def test_what_moves_are_worth_is_heeded(trace: Path) -> None:
+    """A gain that no placement reaches, no budget, and no steps to repay: nothing moves."""
+    options = ("--gpus", 4, "--redundant", 4, "--placer", "search", "--interval", 5)
+    slow = ("--model", "mixtral-8x7b", "--links", "0.001,0.001", "--overlap", "--gathers", "metro")
+    for worth in (("--min-gain", 1), ("--max-moves", 0), ("--break-even", 1)):
+        out = run(trace, *options, *slow, *worth, "--method", "metro", "--json", "-").stdout
+        updated = json.loads(out)["replays"][1]
+        assert updated["moves"] == 0 < len(updated["decisions"])
+
+
+def test_a_trace_that_does_not_tell_the_experts_per_token_is_noted(tmp_path: Path) -> None:
+    """Tokens per second hang on it."""
+    path = tmp_path / "steps.npy"
+    np.save(path, np.ones((4, LAYERS, EXPERTS), np.int64))
+    found = run(path, "--gpus", 4, "--method", "flow")
+    assert "does not tell the experts per token; 8, see --top-k" in found.stderr
 
 
 def test_settings_that_are_no_object_are_told_with_their_file(trace: Path, tmp_path: Path) -> None:
