@@ -1,0 +1,670 @@
+"""Advice: is EPLB worth it for a recorded traffic, and which?
+
+The first steps are learned from, candidates are compared on the next, and the one that is chosen is
+judged on the last, against the same steps without EPLB: the best of many is partly the luckiest, on
+the steps that it was chosen on. Uncertainty is `eplb_opt.bootstrap`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb_opt.advice import Advice, Candidate, Costs, Parts, Rule, Verdict, Why, judged
+from eplb_opt.batches import Batches, BatchFacts, Traffic, opened
+from eplb_opt.bootstrap import paired_gain
+from eplb_opt.bounds import certified_bound
+from eplb_opt.errors import InvalidTokensError
+from eplb_opt.heat import HeatStage
+from eplb_opt.memory import WEIGHT_FORMATS, memory_per_gpu
+from eplb_opt.metrics import PlacementMetrics
+from eplb_opt.placement import Placement
+from eplb_opt.placers import first_placement
+from eplb_opt.reasons import reasons
+from eplb_opt.replaying import Replay, ReplayRow
+from eplb_opt.routers import resolve_for
+from eplb_opt.scenario import Scenario
+from eplb_opt.step_time import Migration, StepTime
+from eplb_opt.trace import LoadTrace
+from eplb_opt.transfer import expert_bytes, plan_transfer
+from eplb_opt.vetting import Steps, picked, steps_of, warm_up
+from eplb_opt.workload import ModelShape, Stage, Workload, model_shape
+
+__all__ = ["advise"]
+
+_LEAST_STEPS = 16
+_DRAWN_STEPS = 64
+_SCREENED_STEPS = 256
+_FINALISTS = 3
+_KEPT = 0.9  # of the best gain, by the simplest candidate that keeps so much
+_EQUAL_SPLIT = "uniform"
+_SHARES = ("experts", "communication", "router", "rest")
+
+
+def advise(
+    traffic: Traffic | BatchFacts,
+    *,
+    num_gpus: int,
+    time: StepTime,
+    redundant: Sequence[int] | None = None,
+    placers: Sequence[str] = ("deepseek", "search"),
+    methods: Sequence[str] = ("uniform", "metro", "makespan"),
+    intervals: Sequence[int | None] | None = None,
+    stages: Sequence[HeatStage] | None = None,
+    target: HeatStage | None = None,
+    first_step: int | None = None,
+    min_gain: float = 0.01,
+    model: ModelShape | str | None = None,
+    weights: str = "bf16",
+    migration: Migration | None = None,
+    slo: float | None = None,
+    prefill_slo: float | None = None,
+    num_nodes: int = 1,
+    num_groups: int = 1,
+    steps: int | None = None,
+    tokens: int = 256,
+    top_k: int = 8,
+    most_decode_tokens: int | None = None,
+    threads: int = 1,
+    progress: Callable[[int, int], None] | None = None,
+) -> Advice:
+    """Say whether EPLB pays for a traffic, with which settings, by how much, and why.
+
+    Parameters
+    ----------
+    traffic
+        As for `eplb_opt.replay`.
+    num_gpus
+        The EP size.
+    time
+        What steps are priced by.
+    redundant
+        Slots beyond one per expert to try; default the fewest that divide over the GPUs, and one
+        and two more for each GPU.
+    placers, methods
+        Placement and routing methods to try, the simplest first. ``"uniform"``, the equal split
+        that EPLB counts on, is always tried.
+    intervals
+        Steps from one placement to the next to try, None for a placement that stays; default None,
+        a fourth and a sixteenth of the steps that are served.
+    stages
+        Whose load placements are made for; default ``"all"``, and each where both are recorded.
+    target
+        The stage whose mean step time is to fall; default decode where there is any.
+    first_step
+        The first step that is served: earlier ones, but for a warm-up, are what experts are placed
+        by. Default after a fourth.
+    min_gain
+        The least gain that is worth EPLB, a share of the mean step time.
+    model
+        Shape or name, for memory and, where `migration` is None, for what moves take: serving stops
+        for them. Without either, moves are taken to be free, which is noted.
+    weights
+        How an expert's weights are stored, one of `eplb_opt.memory.WEIGHT_FORMATS`.
+    migration
+        What moves take.
+    slo, prefill_slo, steps, tokens, top_k, most_decode_tokens
+        As for `eplb_opt.replay`; where batches are drawn, 64 are.
+    num_nodes, num_groups
+        As for `eplb_opt.solve_placement`.
+    threads
+        Threads over steps.
+    progress
+        Called with (done, total) replays.
+
+    Returns
+    -------
+    Advice
+
+    Raises
+    ------
+    InvalidTokensError
+        Fewer than 16 steps after the warm-up; a target stage without steps where it is judged;
+        counts of one GPU's experts only; and as for `eplb_opt.replay`.
+    ValueError
+        Names that are not known, numbers out of range, a model of other experts.
+    EplbError
+        As `eplb_opt.Scenario.replay`.
+
+    Notes
+    -----
+    *Candidates.* Without EPLB there are no redundant slots but those that GPUs must fill, and
+    experts are in order. Where many steps were recorded, placements that stay are first compared on
+    256 of them, spread evenly, with all routers; the best three are replayed in full, with each
+    interval. Of those that keep nine tenths of the best gain, and take at most `min_gain` more time,
+    the simplest is chosen: the fewest slots, then a placement that stays.
+
+    *Verdict.* Yes if the 95 % interval of the gain lies above `min_gain`, no if it lies below, or if
+    not even perfect balance would reach it (`Why.ceiling`).
+
+    Examples
+    --------
+    >>> traffic = Workload.from_load([1 / np.arange(1.0, 33.0)], top_k=4)
+    >>> advice = advise(traffic, num_gpus=4, time=StepTime("qwen3-30b-fp8"), tokens=1024)
+    >>> advice.verdict, advice.best.redundant
+    (<Verdict.YES: 'yes'>, 0)
+    """
+    facts, drawn = _facts(traffic, methods, steps, tokens, top_k, most_decode_tokens)
+    shape = model_shape(model) if isinstance(model, str) else model
+    _require_experts(shape, facts)
+    if migration is None and shape is not None:
+        size = expert_bytes(shape, WEIGHT_FORMATS[weights].bits / 8)
+        migration = Migration(size)
+    every = steps_of(facts)
+    warm = 0 if drawn else warm_up(facts, every)
+    plan = _Plan.of(every.since(warm), first_step and first_step - warm, target)
+    bench = _Bench(
+        facts=picked(facts, np.arange(warm, len(every))),
+        plan=plan,
+        time=time,
+        methods=tuple(dict.fromkeys((_EQUAL_SPLIT, *methods))),
+        migration=migration,
+        threads=threads,
+    )
+    least = -bench.num_experts % num_gpus
+    start = Scenario(num_gpus, least, num_nodes=num_nodes, num_groups=num_groups)
+    search = _Search(
+        bench,
+        start,
+        redundant=tuple(redundant or (least, least + num_gpus, least + 2 * num_gpus)),
+        placers=tuple(placers),
+        intervals=tuple(intervals or plan.intervals(drawn)),
+        stages=tuple(stages or plan.stages()),
+        memory=partial(_memory, shape, weights, start),
+        progress=progress,
+    )
+    candidates = search.run()
+    best = _simplest(search.finalists, min_gain, bench.methods, placers)
+    chosen = search.scenario(best)
+    old, new = bench.row(start), bench.row(chosen, best.router)
+    masks = plan.judged_stages()
+    gain = paired_gain(*(row.step_times[plan.judged_target] for row in (old, new)))
+    why = _why(bench, start, chosen, best.router)
+    verdict, more = judged(gain, min_gain, why.ceiling, len(every))
+    slos = {"decode": slo, "prefill": prefill_slo}
+    advice = Advice(
+        verdict=verdict,
+        traffic=facts.batches.name,
+        objective=time.pricing.name,
+        num_gpus=num_gpus,
+        target=plan.target,
+        min_gain=min_gain,
+        best=best,
+        gain=gain,
+        gains={
+            f"{stage} {name}": paired_gain(
+                old.step_times[mask], new.step_times[mask], quantile=quantile
+            )
+            for stage, mask in masks.items()
+            for name, quantile in (("mean", None), ("p99", 0.99))
+        },
+        before=_times(old, masks, slos),
+        after=_times(new, masks, slos),
+        more_steps=more,
+        parts=plan.parts(warm),
+        why=why,
+        costs=_costs(bench, start, chosen, best),
+        rules=_rules(bench, num_gpus, verdict),
+        candidates=tuple(candidates),
+        notes=tuple(_notes(facts, every, warm, drawn, migration, num_gpus)),
+    )
+    return replace(advice, reasons=reasons(advice))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Plan:
+    """Which steps are for what; steps of the warm-up are gone."""
+
+    steps: Steps
+    first: int  # the first that is served
+    middle: int  # the first that is judged on
+    target: HeatStage
+    mask: NDArray[np.bool_]  # [steps], those of the target stage
+
+    @classmethod
+    def of(cls, steps: Steps, first: int | None, target: HeatStage | None) -> _Plan:
+        count = len(steps)
+        if count < _LEAST_STEPS:
+            raise InvalidTokensError(
+                f"{count} steps are too few to learn from, to choose by and to judge on; record "
+                f"{_LEAST_STEPS} at least, a few hundred better"
+            )
+        first = count // 4 if first is None else first
+        if not 1 <= first <= count - 2:
+            raise ValueError(
+                f"serving starts at step {first} after the warm-up; expected 1 to {count - 2}"
+            )
+        middle = first + (count - first) // 2
+        if target is None:
+            target = "decode" if steps.of("decode").any() else "prefill"
+        mask = steps.tokens > 0 if target == "all" else steps.of(target)
+        for begin, end, what in ((first, middle, "choose by"), (middle, count, "judge on")):
+            if not mask[begin:end].any():
+                raise InvalidTokensError(
+                    f"steps {begin} to {end - 1} after the warm-up are there to {what}, and none "
+                    f"has tokens of stage {target}; give another target or first_step"
+                )
+        return cls(steps, first, middle, target, mask)
+
+    @property
+    def chosen_target(self) -> NDArray[np.intp]:
+        """Steps of the target stage to choose by, counted from the first that is served."""
+        return np.flatnonzero(self.mask[self.first : self.middle])
+
+    @property
+    def judged_target(self) -> NDArray[np.intp]:
+        """Those to judge on, counted likewise."""
+        return self._judged(self.mask)
+
+    def judged_stages(self) -> dict[Stage, NDArray[np.intp]]:
+        """Return for each stage that occurs its steps to judge on, counted likewise."""
+        stages: tuple[Stage, ...] = ("decode", "prefill")
+        found = {stage: self._judged(self.steps.of(stage)) for stage in stages}
+        return {stage: mask for stage, mask in found.items() if mask.size}
+
+    def _judged(self, mask: NDArray[np.bool_]) -> NDArray[np.intp]:
+        return np.flatnonzero(mask[self.middle :]) + self.middle - self.first
+
+    def mean(
+        self, stage: Stage, steps: NDArray[np.intp], times: NDArray[np.float64]
+    ) -> float | None:
+        """Return milliseconds of a stage's steps among some, counted likewise, with their times."""
+        own = self.steps.of(stage)[self.first + steps]
+        return float(times[: len(steps)][own].mean()) / 1e3 if own.any() else None
+
+    def stages(self) -> tuple[HeatStage, ...]:
+        """Return whose load placements may be made for."""
+        learned = slice(0, self.first)
+        both = all(self.steps.of(stage)[learned].any() for stage in ("decode", "prefill"))
+        return ("all", "decode", "prefill") if both else ("all",)
+
+    def intervals(self, drawn: bool) -> tuple[int | None, ...]:
+        """Return how often to place; what is drawn from one popularity does not change."""
+        served = len(self.steps) - self.first
+        some = [served // parts for parts in (4, 16) if served // parts > 1]
+        return (None,) if drawn else (None, *some)
+
+    def parts(self, warm: int) -> Parts:
+        """Return the numbers of steps."""
+        count = len(self.steps)
+        of_target = int(self.judged_target.size)
+        return Parts(warm, self.first, self.middle - self.first, count - self.middle, of_target)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Bench:
+    """Replays deployments on the steps that are served, each once."""
+
+    facts: BatchFacts
+    plan: _Plan
+    time: StepTime
+    methods: tuple[str, ...]
+    migration: Migration | None
+    threads: int
+    _done: dict[Scenario, Replay] = field(default_factory=dict)
+
+    @property
+    def num_experts(self) -> int:
+        return int(self.facts.batches.load.shape[1])
+
+    def replay(self, scenario: Scenario) -> Replay:
+        """Serve all steps after those that are learned from."""
+        if scenario not in self._done:
+            self._done[scenario] = self._replay(self.facts, scenario)
+        return self._done[scenario]
+
+    def row(self, scenario: Scenario, router: str = _EQUAL_SPLIT) -> ReplayRow:
+        """Return a router's row; without copies all are alike, and one stands for them."""
+        rows = self.replay(scenario).rows
+        return next((row for row in rows if row.method == router), rows[0])
+
+    def screen(self, scenario: Scenario, sample: NDArray[np.intp]) -> Replay:
+        """Serve only some of the steps, counted from the first that is served."""
+        steps = np.concatenate([np.arange(self.plan.first), self.plan.first + sample])
+        return self._replay(picked(self.facts, steps), scenario)
+
+    def _replay(self, facts: BatchFacts, scenario: Scenario) -> Replay:
+        copies = scenario.redundant > 0 and scenario.placer is not None
+        return scenario.replay(
+            facts,
+            self.methods if copies else self.methods[:1],
+            first_step=self.plan.first,
+            time=self.time,
+            migration=self.migration,
+            threads=self.threads,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _Search:
+    """Tries candidates on the steps to choose by."""
+
+    bench: _Bench
+    start: Scenario
+    redundant: tuple[int, ...]
+    placers: tuple[str, ...]
+    intervals: tuple[int | None, ...]
+    stages: tuple[HeatStage, ...]
+    memory: Callable[[Scenario], int | None]
+    progress: Callable[[int, int], None] | None
+    finalists: list[Candidate] = field(default_factory=list)
+
+    def run(self) -> list[Candidate]:
+        """Return all candidates, the best first; the finalists are kept."""
+        static = [
+            replace(self.start, redundant=slots, placer=placer, stage=stage)
+            for slots in self.redundant
+            for placer in self.placers
+            for stage in self.stages
+        ]
+        chosen = self.bench.plan.chosen_target
+        few = len(chosen) <= _SCREENED_STEPS
+        in_full = len(self.intervals) * (len(static) if few else min(_FINALISTS, len(static)))
+        total = 1 + in_full + (0 if few else len(static))
+        done = 0
+
+        def tried(scenario: Scenario, sample: NDArray[np.intp] | None = None) -> list[Candidate]:
+            nonlocal done
+            found = self._try(scenario, sample)
+            done += 1
+            if self.progress is not None:
+                self.progress(done, total)
+            return found
+
+        screened: list[Candidate] = []
+        if not few:
+            spread = np.linspace(0, len(chosen) - 1, _SCREENED_STEPS).astype(np.intp)
+            by_scenario = [tried(scenario, chosen[spread]) for scenario in static]
+            screened = [candidate for found in by_scenario for candidate in found]
+            gains = [max(candidate.gain for candidate in found) for found in by_scenario]
+            order = np.argsort(-np.array(gains), kind="stable")[:_FINALISTS]
+            static = [static[at] for at in order]
+        for scenario in static:
+            for interval in self.intervals:
+                self.finalists += tried(replace(scenario, interval=interval))
+        again = {self._key(candidate) for candidate in self.finalists}
+        others = [candidate for candidate in screened if self._key(candidate) not in again]
+        return sorted(self.finalists + others, key=lambda c: -c.gain)
+
+    def scenario(self, candidate: Candidate) -> Scenario:
+        """Return the deployment of a candidate."""
+        return replace(
+            self.start,
+            redundant=candidate.redundant,
+            placer=candidate.placer,
+            stage=candidate.stage,
+            interval=candidate.interval,
+        )
+
+    def _key(self, candidate: Candidate) -> tuple[Scenario, str]:
+        return self.scenario(candidate), candidate.router
+
+    def _try(self, scenario: Scenario, sample: NDArray[np.intp] | None) -> list[Candidate]:
+        bench = self.bench
+        old = bench.row(self.start).step_times
+        plan = bench.plan
+        if sample is None:
+            steps = np.arange(plan.middle - plan.first)
+            served = bench.replay(scenario)
+        else:
+            steps = sample
+            served = bench.screen(scenario, sample)
+        target = plan.mask[plan.first + steps]
+        whole = old[steps[target]].mean()
+        return [
+            Candidate(
+                redundant=scenario.redundant,
+                placer=str(scenario.placer),
+                router=row.method,
+                interval=scenario.interval,
+                stage=scenario.stage,
+                steps=int(target.sum()),
+                gain=float(1 - row.step_times[: len(steps)][target].mean() / whole),
+                decode=plan.mean("decode", steps, row.step_times),
+                prefill=plan.mean("prefill", steps, row.step_times),
+                moves=served.moves,
+                memory=self.memory(scenario),
+            )
+            for row in served.rows
+        ]
+
+
+def _facts(
+    traffic: Traffic | BatchFacts,
+    methods: Sequence[str],
+    steps: int | None,
+    tokens: int,
+    top_k: int,
+    most_decode_tokens: int | None,
+) -> tuple[BatchFacts, bool]:
+    """Return the batches, and whether they are drawn from one popularity."""
+    if isinstance(traffic, BatchFacts):
+        return traffic, False
+    source = opened(traffic)
+    drawn = isinstance(source, Workload) or (
+        isinstance(source, LoadTrace) and source.num_steps == 1
+    )
+    batches = Batches.of(
+        source, tokens=tokens, steps=(steps or _DRAWN_STEPS) if drawn else steps, top_k=top_k
+    )
+    if source is not traffic:
+        batches = replace(batches, name=batches.name.replace("traffic in memory", str(traffic)))
+    if drawn:
+        batches = _drawn_once(batches)
+    return BatchFacts(batches, top_k, most_decode_tokens), drawn
+
+
+def _drawn_once(batches: Batches) -> Batches:
+    """Keep the counts of all batches, for drawing them takes longer than serving them."""
+    counts = np.concatenate([batch.tokens for batch in batches.chunks(1)])
+    return replace(
+        batches,
+        counts=lambda begin, end: counts[begin:end],
+        layers=np.arange(counts.shape[1]),
+        holds_ids=False,
+    )
+
+
+def _simplest(
+    finalists: Sequence[Candidate],
+    min_gain: float,
+    methods: Sequence[str],
+    placers: Sequence[str],
+) -> Candidate:
+    """Return the simplest candidate of those that are as good as the best."""
+    most = max(candidate.gain for candidate in finalists)
+    enough = most - min((1 - _KEPT) * abs(most), min_gain * (1 - most))
+    return min(
+        (candidate for candidate in finalists if candidate.gain >= enough),
+        key=lambda c: (
+            c.redundant,
+            c.interval is not None,
+            c.stage != "all",
+            methods.index(c.router),
+            placers.index(c.placer),
+        ),
+    )
+
+
+def _times(
+    row: ReplayRow, masks: dict[Stage, NDArray[np.intp]], slos: dict[Stage, float | None]
+) -> dict[str, float]:
+    """Return milliseconds of the steps to judge on, by stage: mean and p99; shares within SLOs."""
+    found = {}
+    for stage, steps in masks.items():
+        times = row.step_times[steps] / 1e3
+        found[f"{stage} mean"] = float(times.mean())
+        found[f"{stage} p99"] = float(np.percentile(times, 99))
+        slo = slos[stage]
+        if slo is not None:
+            found[f"{stage} within SLO"] = float((times <= slo).mean())
+    return found
+
+
+def _why(bench: _Bench, start: Scenario, chosen: Scenario, router: str) -> Why:
+    plan = bench.plan
+    stage: Stage = "prefill" if plan.target == "prefill" else "decode"
+    old = bench.row(start)
+    parts = getattr(old, stage) or old.prefill
+    load = bench.facts.collect(plan.first, len(plan.steps), plan.target).load
+    placed = PlacementMetrics.of(bench.replay(start).placement, load.astype(np.float64))
+    before = old.step_times[plan.judged_target].mean()
+    return Why(
+        shares={name: getattr(parts, name) / parts.mean for name in _SHARES},
+        ceiling=1 - _balanced_time(bench, start.num_gpus) / float(before),
+        par_mean=placed.par_mean,
+        par_max=placed.par_max,
+        tokens_per_gpu=_mean_tokens(plan.steps, plan.mask) / start.num_gpus,
+        tokens_per_activated=parts.tokens_per_activated,
+        break_even=bench.time.pricing.break_even,
+        ladder=_ladder(bench, start, chosen, router),
+    )
+
+
+def _mean_tokens(steps: Steps, mask: NDArray[np.bool_]) -> float:
+    return float(steps.tokens[mask].mean())
+
+
+def _ladder(bench: _Bench, start: Scenario, chosen: Scenario, router: str) -> dict[str, float]:
+    """Return what each change adds to the gain; what does not change is left out."""
+    once = replace(chosen, interval=None)
+    rungs = {
+        "placement": (replace(once, redundant=start.redundant), _EQUAL_SPLIT),
+        "redundancy": (once, _EQUAL_SPLIT),
+        "router": (once, router),
+        "updates": (chosen, router),
+    }
+    steps = bench.plan.judged_target
+    whole = before = float(bench.row(start).step_times[steps].mean())
+    last: tuple[Scenario, str] = (start, _EQUAL_SPLIT)
+    added = {}
+    for name, rung in rungs.items():
+        if rung == last:
+            continue
+        after = float(bench.row(*rung).step_times[steps].mean())
+        added[name] = (before - after) / whole
+        before, last = after, rung
+    return added
+
+
+def _balanced_time(bench: _Bench, num_gpus: int) -> float:
+    """Return the mean microseconds of the judged steps if nobody waited for a fuller GPU.
+
+    Experts take what is proven for any placement: a GPU set that holds every expert, all GPUs, is
+    the certificate.
+    """
+    plan, time = bench.plan, bench.time
+    steps = plan.first + plan.judged_target
+    traffic = picked(bench.facts, steps)
+    layers, experts = traffic.batches.load.shape
+    anywhere = Placement(np.tile(np.arange(experts), (layers, num_gpus, 1)), experts)
+    total = 0.0
+    for batch in traffic.batches.chunks(num_gpus):
+        stages, tokens, scheduled = traffic.of(batch)
+        every = np.ones((len(batch), layers, num_gpus), np.bool_)
+        spent = certified_bound(anywhere, batch.tokens, every, time.pricing).sum(axis=-1)
+        if time.communication is not None:
+            even = np.repeat(batch.tokens.sum(axis=-1)[..., None] // num_gpus, num_gpus, axis=-1)
+            spent = spent + time.communication.time(even, tokens[:, None]).sum(axis=-1)
+        per_gpu = scheduled / num_gpus
+        rest = np.where(stages, time.rest("prefill", per_gpu), time.rest("decode", per_gpu))
+        total += float((spent + rest).sum())
+    return total / len(steps)
+
+
+def _costs(bench: _Bench, start: Scenario, chosen: Scenario, best: Candidate) -> Costs:
+    if bench.migration is None:
+        return Costs(best.memory, None, None, None)
+    old, new = bench.row(start), bench.row(chosen, best.router)
+    moving = sum(s.steps * s.migration for s in (new.decode, new.prefill) if s is not None)
+    placed = bench.replay(replace(chosen, interval=None)).placement
+    in_order = first_placement(
+        placed.num_layers, placed.num_gpus, placed.slots_per_gpu, num_experts=placed.num_experts
+    )
+    plan = plan_transfer(
+        Placement(in_order, placed.num_experts),
+        placed,
+        bench.migration.expert_bytes,
+        links=bench.migration.links,
+    )
+    first_move = 1e3 * plan.seconds / bench.migration.share
+    steps = bench.plan.judged_target
+    saved = float(old.step_times[steps].mean() - new.step_times[steps].mean()) / 1e3
+    return Costs(
+        memory=best.memory,
+        migration=1e3 * moving / float(new.step_times.sum()),
+        first_move=first_move,
+        repaid_in=first_move / saved if saved > 0 else np.inf,
+    )
+
+
+def _memory(
+    shape: ModelShape | None, weights: str, start: Scenario, scenario: Scenario
+) -> int | None:
+    """Return the bytes of each GPU beyond those without EPLB."""
+    if shape is None:
+        return None
+    gpus, window = scenario.num_gpus, scenario.interval or 0
+    moves = scenario.interval is not None
+    needed = partial(memory_per_gpu, shape, gpus, weights=weights)
+    before = needed(start.redundant, moves=False)
+    return needed(scenario.redundant, window_steps=window, moves=moves).total - before.total
+
+
+def _require_experts(shape: ModelShape | None, facts: BatchFacts) -> None:
+    experts = facts.batches.load.shape[1]
+    if shape is not None and shape.experts != experts:
+        raise ValueError(f"{shape.name} has {shape.experts} experts, the traffic {experts}")
+
+
+def _rules(bench: _Bench, num_gpus: int, verdict: Verdict) -> tuple[Rule, ...]:
+    """Return vLLM-Ascend's rules of thumb; of prompts, what a GPU runs of them in a step."""
+    steps = bench.plan.steps
+    known = {
+        "at most 8 experts per GPU": (bench.num_experts / num_gpus, 8.5),
+        "fewer than 128 tokens per GPU": (_mean_tokens(steps, bench.plan.mask) / num_gpus, 128.0),
+    }
+    if (prefill := steps.of("prefill")).any():
+        prompts = _mean_tokens(steps, prefill) / num_gpus
+        known["prefill inputs shorter than 1024"] = (prompts, 1024.0)
+    rules = []
+    for rule, (value, limit) in known.items():
+        against = value < limit
+        agrees = None if verdict is Verdict.UNCLEAR else against == (verdict is Verdict.NO)
+        rules.append(Rule(rule, value, against, agrees))
+    return tuple(rules)
+
+
+def _notes(
+    facts: BatchFacts,
+    steps: Steps,
+    warm: int,
+    drawn: bool,
+    migration: Migration | None,
+    num_gpus: int,
+) -> list[str]:
+    notes = []
+    if drawn:
+        notes.append(
+            "batches are drawn from one popularity that never changes: the interval says how sure "
+            "these draws are, and nothing of how traffic varies; record every step to know"
+        )
+    if warm:
+        notes.append(
+            f"the first {warm} steps differ at once from those after them, as an engine's dummy "
+            f"batches do, and are left out"
+        )
+    if steps.like_one_of(num_gpus):
+        notes.append(
+            f"counts are 1/{num_gpus} of the scheduled tokens: if they are of one GPU's tokens "
+            f"only, sum those of all GPUs, or batches are too small here"
+        )
+    if facts.batches.facts.stage is None and facts.most_decode_tokens is None:
+        notes.append("the stage of steps is not known, and all count as decode")
+    if migration is None:
+        notes.append("moves of weights take no time here: give a model, or what they take")
+    return notes
