@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import os
-import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -18,11 +16,25 @@ from typing import Annotated, Any, TypeVar
 import numpy as np
 import typer
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from typer.core import TyperGroup
 
 from eplb_opt.batches import local_batches, moe_layers
+from eplb_opt.commands import replay
+from eplb_opt.commands.options import (
+    JsonOption,
+    QuietOption,
+    ThreadsOption,
+    TopKOption,
+    cores,
+    links_of,
+    numbers_of,
+    progress_bar,
+    require_folders,
+    require_suffix,
+    require_writable,
+    say,
+    write_text,
+)
 from eplb_opt.comparison import ComparedPlan, PlacementComparison
 from eplb_opt.demand import count_tokens
 from eplb_opt.errors import EplbError, InvalidTokensError
@@ -82,9 +94,9 @@ class _Commands(TyperGroup):
             except OSError as error:
                 if error.errno == errno.EPIPE:  # `eplb-opt ... | head`: nobody is left to tell
                     raise
-                _say("error", f"{error.filename}: {error.strerror}" if error.filename else error)
+                say("error", f"{error.filename}: {error.strerror}" if error.filename else error)
             except (EplbError, ValueError) as error:
-                _say("error", error)
+                say("error", error)
         raise typer.Exit(1)
 
 
@@ -149,14 +161,6 @@ _StageOption = Annotated[
         show_default="decode", help="Stage of synthetic traffic.", rich_help_panel="Traffic"
     ),
 ]
-_TopKOption = Annotated[
-    int,
-    typer.Option(
-        min=1,
-        help="Experts per token, where batches are drawn from counts.",
-        rich_help_panel="Traffic",
-    ),
-]
 _SeedOption = Annotated[
     int, typer.Option(min=0, help="For drawing batches.", rich_help_panel="Traffic")
 ]
@@ -169,15 +173,6 @@ _ObjectiveOption = Annotated[
         rich_help_panel="Methods",
     ),
 ]
-_JsonOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE|-",
-        show_default=False,
-        help="Write the study as JSON; - for standard output, in place of the tables.",
-        rich_help_panel="Output",
-    ),
-]
 _CsvOption = Annotated[
     str | None,
     typer.Option(
@@ -185,16 +180,6 @@ _CsvOption = Annotated[
         show_default=False,
         help="Write the rows as CSV, likewise.",
         rich_help_panel="Output",
-    ),
-]
-_QuietOption = Annotated[
-    bool,
-    typer.Option("--quiet", help="No tables, no progress bar.", rich_help_panel="Output"),
-]
-_ThreadsOption = Annotated[
-    int | None,
-    typer.Option(
-        min=1, show_default="all cores", help="Threads over problems.", rich_help_panel="Methods"
     ),
 ]
 _ToOption = Annotated[
@@ -314,7 +299,7 @@ def gap(
             rich_help_panel="Traffic",
         ),
     ] = None,
-    top_k: _TopKOption = 8,
+    top_k: TopKOption = 8,
     draft_layers: Annotated[
         int,
         typer.Option(
@@ -335,9 +320,9 @@ def gap(
         ),
     ] = None,
     objective: _ObjectiveOption = "activations",
-    threads: _ThreadsOption = None,
+    threads: ThreadsOption = None,
     time_limit: _TimeLimitOption = None,
-    json: _JsonOption = None,
+    json: JsonOption = None,
     csv: _CsvOption = None,
     plot: Annotated[
         Path | None,
@@ -348,7 +333,7 @@ def gap(
             rich_help_panel="Output",
         ),
     ] = None,
-    quiet: _QuietOption = False,
+    quiet: QuietOption = False,
 ) -> None:
     """Measure how far routing methods are from the proven optimum.
 
@@ -357,11 +342,11 @@ def gap(
     bounded where the objective makes that hard.
     """
     _require_one_traffic(file, model, stage)
-    _require_writable(json, csv, plot)
+    require_writable(json, csv, plot)
     counts, ratios, extra = _deployments(gpus, replication, redundant)
     minimised = Objective.of(objective)
     name, workload = _synthetic(model, stage, seed)
-    with _progress(quiet) as progress:
+    with progress_bar(quiet) as progress:
         study = optimality_gap(
             file or workload,
             gpus=counts,
@@ -375,7 +360,7 @@ def gap(
             draft_layers=draft_layers,
             place_on=place_on,
             seed=seed,
-            threads=threads or _cores(),
+            threads=threads or cores(),
             stop=None if time_limit is None else TimeLimit(time_limit),
             progress=progress,
         )
@@ -384,11 +369,11 @@ def gap(
     wanted = () if method else default_methods(minimised)
     left_out = sorted({*wanted} - {row.method for row in study.rows})
     if left_out:
-        _say("note", f"the trace holds counts only; left out: {', '.join(left_out)}")
+        say("note", f"the trace holds counts only; left out: {', '.join(left_out)}")
     if not quiet and "-" not in (json, csv):
         print_study(study)
-    _write(json, study.to_json() + "\n")
-    _write(csv, study.to_csv())
+    write_text(json, study.to_json() + "\n")
+    write_text(csv, study.to_csv())
     if plot is not None:
         plot_gap(study, plot)
 
@@ -440,7 +425,7 @@ def regime(
             rich_help_panel="Traffic",
         ),
     ] = 8,
-    top_k: _TopKOption = 8,
+    top_k: TopKOption = 8,
     seed: _SeedOption = 0,
     objective: _ObjectiveOption = "deepseek-v3-fp8",
     within: Annotated[
@@ -452,8 +437,8 @@ def regime(
             rich_help_panel="Methods",
         ),
     ] = 1.0,
-    threads: _ThreadsOption = None,
-    json: _JsonOption = None,
+    threads: ThreadsOption = None,
+    json: JsonOption = None,
     csv: _CsvOption = None,
     plot: Annotated[
         Path | None,
@@ -464,7 +449,7 @@ def regime(
             rich_help_panel="Output",
         ),
     ] = None,
-    quiet: _QuietOption = False,
+    quiet: QuietOption = False,
 ) -> None:
     """Say which router wins at which batch size: METRO, token balance, makespan, or no replicas.
 
@@ -473,32 +458,32 @@ def regime(
     boundary between reading weights and arithmetic.
     """
     _require_one_traffic(file, model, stage)
-    _require_writable(json, csv, plot)
+    require_writable(json, csv, plot)
     counts, ratios, extra = _deployments(gpus, replication, redundant)
     name, workload = _synthetic(model, stage, seed)
-    with _progress(quiet, "drawing") as progress:
+    with progress_bar(quiet, "drawing") as progress:
         regimes = regime_map(
             file or workload,
             gpus=counts,
             replication=ratios,
             redundant=extra,
-            tokens_per_gpu=_numbers("--batch", batch, int, least=1),
-            skew=None if skew is None else _numbers("--skew", skew, float, least=0),
+            tokens_per_gpu=numbers_of("--batch", batch, int, least=1),
+            skew=None if skew is None else numbers_of("--skew", skew, float, least=0),
             objective=objective,
             within=within / 100,
             steps=steps,
             layers=layers,
             top_k=top_k,
             seed=seed,
-            threads=threads or _cores(),
+            threads=threads or cores(),
             progress=progress,
         )
     if file is None:
         regimes = replace(regimes, traffic=name)
     if not quiet and "-" not in (json, csv):
         print_regimes(regimes)
-    _write(json, regimes.to_json() + "\n")
-    _write(csv, regimes.to_csv())
+    write_text(json, regimes.to_json() + "\n")
+    write_text(csv, regimes.to_csv())
     if plot is not None:
         plot_regimes(regimes, plot)
 
@@ -589,7 +574,7 @@ def place(
             rich_help_panel="Traffic",
         ),
     ] = None,
-    top_k: _TopKOption = 8,
+    top_k: TopKOption = 8,
     method: Annotated[
         list[str] | None,
         typer.Option(
@@ -735,22 +720,22 @@ def place(
             rich_help_panel="Output",
         ),
     ] = None,
-    quiet: _QuietOption = False,
+    quiet: QuietOption = False,
 ) -> None:
     """Decide which experts get copies and where they live, and prove how good that is.
 
     A method's makespan is compared with a proven bound, its balance with that of the placement
     before: PREVIOUS, or without it the one that engines start with.
     """
-    _require_writable(json, None, plot)
-    _require_folders(out)
+    require_writable(json, None, plot)
+    require_folders(out)
     methods = method or ["search"]
     if len(methods) > 1 and (out is not None or plot is not None):
         raise typer.BadParameter("--out and --plot are for one --method")
     if model is not None and previous is None:
         raise typer.BadParameter("--model is for moves: give --previous")
     written = None if out is None else format_to_write(out, to)
-    fabric, over = _links(links, gpus, nodes), _over_windows(over_windows)
+    fabric, over = links_of(links, gpus, nodes), _over_windows(over_windows)
 
     load, layers = _windows(loads, draft_layers, windows)
     mean = load.mean(axis=0)
@@ -773,7 +758,7 @@ def place(
         moving = _Moving(served, size, fabric, layers_at_once, batches)
 
     rows = []
-    with _progress(quiet, "placing") as progress:
+    with progress_bar(quiet, "placing") as progress:
         for name in methods:
             described = {"tokens_per_batch": tokens_per_batch, "objective": objective}
             if moving is not None:  # which uses them, whatever the method does
@@ -794,7 +779,7 @@ def place(
                 over_windows=over,
                 top_k=top_k,
                 stop=None if time_limit is None else TimeLimit(time_limit),
-                threads=threads or _cores(),
+                threads=threads or cores(),
                 **described,  # type: ignore[arg-type]  # each value is of its key
             )
             row = ComparedPlan(name, plan, time.perf_counter() - began)
@@ -812,13 +797,16 @@ def place(
     )
     if not quiet and json != "-":
         print_comparison(comparison)
-    _write(json, comparison.to_json() + "\n")
+    write_text(json, comparison.to_json() + "\n")
     if plot is not None:
         plot_comparison(comparison, plot)
     if out is not None and written is not None:
         placement = rows[0].plan.placement
         numbers = _numbers_to_write(written, placement, first_layer, layers)
         write_placement(placement, out, format=written, layer_ids=numbers)
+
+
+app.command(epilog=replay.EPILOG)(replay.replay)
 
 
 @app.command(
@@ -872,7 +860,7 @@ def route(
         ),
     ] = "optimal",
     objective: _ObjectiveOption = "activations",
-    threads: _ThreadsOption = None,
+    threads: ThreadsOption = None,
     time_limit: _TimeLimitOption = None,
     out: Annotated[
         Path | None,
@@ -885,8 +873,8 @@ def route(
     ] = None,
 ) -> None:
     """Route recorded batches on a placement, and prove how good the routing is."""
-    _require_folders(out)
-    _require_suffix(out, ".npz")
+    require_folders(out)
+    require_suffix(out, ".npz")
     minimised = Objective.of(objective)
     needs = resolve_method(method, minimised).traits.needs
     onto = read_placement(placement, num_gpus=gpus)
@@ -903,7 +891,7 @@ def route(
         method=method,
         topk_ids=ids if needs else None,
         stop=None if time_limit is None else TimeLimit(time_limit),
-        threads=threads or _cores(),
+        threads=threads or cores(),
     )
     print_routing(routing, method)
     if out is not None:
@@ -951,7 +939,7 @@ def validate(
         kind = _Kind.placement
     found = kind or (_Kind.placement if holds_placement(file) else _Kind.trace)
     if kind is None and found is _Kind.trace and file.suffix.lower() == ".npy":
-        _say("note", "no placement was recognised in it; --as placement insists")
+        say("note", "no placement was recognised in it; --as placement insists")
     if found is _Kind.placement:
         placement = read_placement(
             file,
@@ -1007,7 +995,7 @@ def convert(
     ] = None,
 ) -> None:
     """Write a placement in another format, or traffic as a recording."""
-    _require_folders(out)
+    require_folders(out)
     is_file = out.suffix.lower() in PLACEMENT_SUFFIXES  # a recording is a folder
     if not (is_file or form or to or holds_placement(file)):
         if gpus or dense_layers or draft_layers or first_layer is not None:
@@ -1091,9 +1079,9 @@ def _deployments(
     """Read the options that say which deployments to try."""
     if replication is not None and redundant is not None:
         raise typer.BadParameter("give one of --replication and --redundant")
-    ratios = _numbers("--replication", replication or "1.125,1.25,1.5", float, least=1)
-    extra = None if redundant is None else _numbers("--redundant", redundant, int, least=0)
-    return _numbers("--gpus", gpus, int, least=1), ratios, extra
+    ratios = numbers_of("--replication", replication or "1.125,1.25,1.5", float, least=1)
+    extra = None if redundant is None else numbers_of("--redundant", redundant, int, least=0)
+    return numbers_of("--gpus", gpus, int, least=1), ratios, extra
 
 
 def _synthetic(model: str | None, stage: _Stage | None, seed: int) -> tuple[str, Workload]:
@@ -1102,20 +1090,6 @@ def _synthetic(model: str | None, stage: _Stage | None, seed: int) -> tuple[str,
     drawn: Stage = "prefill" if stage is _Stage.prefill else "decode"
     name = f"{shape.name} {drawn}, synthetic"
     return name, Workload.preset(shape.name, drawn, seed=seed)
-
-
-def _numbers(option: str, text: str, kind: type[_Number], *, least: int) -> list[_Number]:
-    """Read the value of an option as numbers between commas."""
-    try:
-        numbers = [kind(part) for part in text.split(",")]
-    except ValueError:
-        problem = f"expected numbers between commas, not {text!r}"
-        raise typer.BadParameter(problem, param_hint=option) from None
-    for number in numbers:
-        if not least <= number < float("inf"):
-            problem = f"expected numbers from {least}, not {number}"
-            raise typer.BadParameter(problem, param_hint=option)
-    return numbers
 
 
 def _demand(
@@ -1137,7 +1111,7 @@ def _demand(
         served = np.flatnonzero(counts.any(axis=(0, 2)))
         if served.size == placement.num_layers:
             dense = counts.shape[1] - served.size
-            _say("note", f"left out {many(dense, 'layer')} without any token")
+            say("note", f"left out {many(dense, 'layer')} without any token")
             counts = counts[:, served]
             ids = None if ids is None else ids[:, served]
     if counts.shape[1] != placement.num_layers:
@@ -1191,16 +1165,7 @@ def _with_layer_axis(placement: Placement) -> Placement:
 def _over_windows(text: str) -> str | float:
     if text in ("mean", "worst"):
         return text
-    return _numbers("--over-windows", text, float, least=0)[0]
-
-
-def _links(text: str, gpus: int, nodes: int) -> Links:
-    bandwidths = _numbers("--links", text, float, least=0)
-    if len(bandwidths) != 2:
-        problem = f"expected two numbers, inside and between nodes, not {text!r}"
-        raise typer.BadParameter(problem, param_hint="--links")
-    inside, between = bandwidths
-    return Links(1e9 * inside, 1e9 * between, max(1, gpus // nodes))
+    return numbers_of("--over-windows", text, float, least=0)[0]
 
 
 def _batches_to_time(
@@ -1211,7 +1176,7 @@ def _batches_to_time(
         return None
     timed = Objective.of(objective)
     if timed.counts_activations or timed.counts_tokens:
-        _say("note", f"no break-even steps: {objective} is not in microseconds")
+        say("note", f"no break-even steps: {objective} is not in microseconds")
         return None
     drawn = Workload.from_load(load, top_k).draw(tokens, _BATCHES_TO_TIME)
     return count_tokens(drawn, load.shape[1]), timed
@@ -1252,13 +1217,6 @@ def _first_metrics(load: NDArray[np.float64], placement: Placement) -> Placement
     return PlacementMetrics.of(Placement(first, placement.num_experts), load)
 
 
-def _cores() -> int:
-    """Return the cores that this process may use."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 # What the commands write
 
 
@@ -1267,16 +1225,11 @@ def _show_version() -> None:
     raise typer.Exit
 
 
-def _say(kind: str, message: object) -> None:
-    """Write one line beside the results."""
-    typer.echo(f"{kind}: {message}", err=True)
-
-
 @contextmanager
 def _warnings_as_lines() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("always", category=UserWarning, module="eplb_opt")
-        warnings.showwarning = lambda message, *_, **__: _say("warning", message)
+        warnings.showwarning = lambda message, *_, **__: say("warning", message)
         yield
 
 
@@ -1293,50 +1246,10 @@ def _numbers_to_write(
         return None
     if recorded is not None and recorded[-1] >= recorded.size:
         return [int(number) for number in recorded]
-    _say("note", f"{written.value} numbers layers; from 0 here, see --first-layer")
+    say("note", f"{written.value} numbers layers; from 0 here, see --first-layer")
     return None
 
 
 def _require_one_traffic(file: Path | None, model: str | None, stage: _Stage | None) -> None:
     if file is not None and (model is not None or stage is not None):
         raise typer.BadParameter("--model and --stage are for synthetic traffic: leave FILE out")
-
-
-def _require_writable(json: str | None, csv: str | None, plot: Path | None) -> None:
-    """Refuse outputs of a study that could not be written."""
-    if json == csv == "-":
-        raise typer.BadParameter("only one of --json and --csv can be -")
-    _require_folders(json, csv, plot)
-    _require_suffix(plot, ".pdf", ".svg", ".png")
-
-
-def _require_folders(*targets: str | Path | None) -> None:
-    """Refuse a file that could not be written, before the work and not after it."""
-    for target in targets:
-        if target is not None and not Path(target).parent.is_dir():
-            raise typer.BadParameter(f"{Path(target).parent} is not a folder")
-
-
-def _require_suffix(target: Path | None, *suffixes: str) -> None:
-    if target is not None and target.suffix not in suffixes:
-        raise typer.BadParameter(f"{target} does not end in {' or '.join(suffixes)}")
-
-
-def _write(target: str | None, text: str) -> None:
-    if target == "-":
-        typer.echo(text, nl=False)
-    elif target is not None:
-        Path(target).write_text(text, encoding="utf-8")
-
-
-@contextmanager
-def _progress(quiet: bool, doing: str = "routing") -> Iterator[Callable[[int, int], None] | None]:
-    """Show a progress bar on standard error, if that is a terminal."""
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
-        yield None
-        return
-    columns = (TextColumn(doing), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -10,7 +10,7 @@ import os
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -163,7 +163,7 @@ class GapStudy:
 
 
 def as_json(study: Any) -> str:
-    """Return a study (a dataclass) as a JSON object; numbers that are not finite are null."""
+    """Return a study (a dataclass or a dict) as JSON; numbers that are not finite are null."""
 
     def known(value: Any) -> Any:
         if isinstance(value, dict):
@@ -172,15 +172,21 @@ def as_json(study: Any) -> str:
             return [known(item) for item in value]
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
-    return json.dumps(known(asdict(study)), indent=2, allow_nan=False)
+    figures = study if isinstance(study, dict) else asdict(study)
+    return json.dumps(known(figures), indent=2, allow_nan=False)
 
 
 def as_csv(row_type: type[Any], rows: Sequence[Any]) -> str:
     """Return rows (dataclasses of one type) as CSV with a header line."""
+    return csv_of([f.name for f in fields(row_type)], [asdict(row) for row in rows])
+
+
+def csv_of(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows as CSV with a header line."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, [f.name for f in fields(row_type)], lineterminator="\n")
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(asdict(row) for row in rows)
+    writer.writerows(rows)
     return text.getvalue()
 
 

@@ -14,16 +14,19 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb_opt.batches import STAGES
 from eplb_opt.comparison import PlacementComparison
 from eplb_opt.errors import SolverUnavailableError
 from eplb_opt.gap import GapStudy
 from eplb_opt.regime import CHOICES, Choice, Crossover, RegimeMap
+from eplb_opt.replaying import PARTS, Replay
+from eplb_opt.workload import Stage
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["plot_comparison", "plot_gap", "plot_regimes"]
+__all__ = ["plot_comparison", "plot_gap", "plot_regimes", "plot_replay"]
 
 _INK, _GRID = "#333333", "#e6e6e6"
 # Okabe and Ito's colours, told apart with every kind of colour vision, but for their yellow, which
@@ -159,6 +162,28 @@ def plot_comparison(comparison: PlacementComparison, path: str | os.PathLike[str
     row = comparison.rows[0]
     with _figure(path, f"Placement: {comparison.loads}, {row.method}") as figure:
         _draw_loads(figure, comparison)
+
+
+def plot_replay(replays: Sequence[Replay], path: str | os.PathLike[str]) -> None:
+    """Draw the time of steps, and what steps are made of.
+
+    A row per replay: on the left the running median of a stage's step times by method, with a tick
+    for every decision of the loop; on the right the parts of a mean step.
+
+    Parameters
+    ----------
+    replays
+        Of the same steps, on a placement that stays, and as a loop keeps it.
+    path
+        Where to write it, as for `plot_gap`.
+
+    Raises
+    ------
+    SolverUnavailableError, ValueError, OSError
+        As `plot_gap`.
+    """
+    with _figure(path, f"Replay: {replays[0].traffic}, {replays[0].objective}") as figure:
+        _draw_replays(figure, replays)
 
 
 @contextmanager
@@ -455,3 +480,70 @@ def _draw_loads(figure: Figure, comparison: PlacementComparison) -> None:
     ax.set(xlabel="experts of a layer by falling load", ylabel="copies\n(mean, range of layers)")
     ax.set(xlim=(0.5, copies.shape[1] + 0.5), ylim=(0, None))
     ax.locator_params(integer=True)
+
+
+def _draw_replays(figure: Figure, replays: Sequence[Replay]) -> None:
+    """Draw a row of panels per replay and stage."""
+    rows = [
+        (replay, at)
+        for replay in replays
+        for at in range(len(STAGES))
+        if (replay.stages == at).any()
+    ]
+    figure.set_size_inches(7, 0.3 + 1.9 * len(rows))
+    panels = figure.subplots(len(rows), 2, width_ratios=(1.7, 1), squeeze=False)
+    for (replay, at), (course, parts) in zip(rows, panels, strict=True):
+        steps = replay.first_step + np.flatnonzero(replay.stages == at)
+        updates = "updated" if replay.decisions else "stays"
+        course.set(title=f"{STAGES[at]}, placement {updates}", xlabel="step", ylabel="ms")
+        for colour, row in zip(cycle(_COLOURS), replay.rows, strict=False):
+            x, times = _medians(steps, row.step_times[replay.stages == at] / 1e3)
+            course.plot(x, times, color=colour, label=row.method)
+        for step, _ in replay.decisions:
+            course.axvline(step + 1, ymax=0.04, color=_INK, linewidth=0.6)
+        course.set_ylim(0, None)
+        course.grid(axis="y", color=_GRID, linewidth=0.5)
+        _draw_parts(parts, replay, STAGES[at])
+    _legend_below(figure, panels[:, 0].tolist(), "outside lower left")
+    _legend_below(figure, panels[:, 1].tolist(), "outside lower right")
+
+
+def _legend_below(
+    figure: Figure,
+    panels: Sequence[Axes],
+    place: Literal["outside lower left", "outside lower right"],
+) -> None:
+    """Draw one legend for all that some panels show."""
+    named: dict[str, Any] = {}
+    for ax in panels:
+        handles, labels = ax.get_legend_handles_labels()
+        named |= dict(zip(labels, handles, strict=True))
+    figure.legend(list(named.values()), list(named), loc=place, ncols=2, frameon=False)
+
+
+_POINTS = 400  # more than a panel's width shows
+
+
+def _medians(
+    steps: NDArray[np.int64], times: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the medians of so many runs of steps, or every step where there are fewer."""
+    runs = np.array_split(np.arange(len(steps)), min(len(steps), _POINTS))
+    return (
+        np.array([steps[run].mean() for run in runs]),
+        np.array([np.median(times[run]) for run in runs]),
+    )
+
+
+def _draw_parts(ax: Axes, replay: Replay, stage: Stage) -> None:
+    """Draw what a mean step is made of, a bar per method."""
+    rows = [getattr(row, stage) for row in replay.rows]
+    place = np.arange(len(rows))
+    left = np.zeros(len(rows))
+    for colour, part in zip(_COLOURS, PARTS, strict=False):
+        wide = np.array([getattr(row, part) for row in rows])
+        if wide.any():
+            ax.barh(place, wide, left=left, color=colour, label=part, height=0.7)
+            left += wide
+    ax.set_yticks(place, [_short(row.method) for row in replay.rows])
+    ax.set(ylim=(len(rows) - 0.5, -0.5), xlabel="ms of a mean step")

@@ -34,9 +34,9 @@ from eplb_opt.topology import transport
 from eplb_opt.transfer import plan_transfer
 from eplb_opt.workload import Stage
 
-__all__ = ["Replay", "ReplayRow", "StageTimes", "Stale", "replay"]
+__all__ = ["PARTS", "Replay", "ReplayRow", "StageTimes", "Stale", "replay"]
 
-_PARTS = ("experts", "communication", "router", "rest", "migration")
+PARTS = ("experts", "communication", "router", "rest", "migration")
 _COUNTS = ("live_experts", "replicas_available", "activated", "tokens")
 
 
@@ -72,7 +72,7 @@ class Stale:
     def label(self) -> str:
         """For tables."""
         name = self.method if isinstance(self.method, str) else repr(self.method)
-        return f"{name} (counts of the last {self.window} steps)"
+        return f"{name}, stale {self.window}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +196,20 @@ class Replay:
     decisions: tuple[tuple[int, Decision], ...] = field(repr=False, compare=False)
     moves: int
     placement: Placement = field(repr=False, compare=False)
+
+    def figures(self) -> dict[str, Any]:
+        """Return what was replayed by name, with the figures of `rows`."""
+        return {
+            "traffic": self.traffic,
+            "objective": self.objective,
+            "first_step": self.first_step,
+            "steps": self.steps,
+            "gpus": self.num_gpus,
+            "redundant": self.redundant,
+            "decisions": len(self.decisions),
+            "moves": self.moves,
+            "rows": [row.flat() for row in self.rows],
+        }
 
     def row(self, method: str) -> ReplayRow:
         """Return a method's row.
@@ -532,7 +546,7 @@ class _Pricer:
         if router.objective != self.time.pricing:
             makespan = self.time.pricing.time(routing.tokens).max(axis=-1)
         live, available, tokens = demand
-        parts = np.zeros((len(batch), len(_PARTS)))
+        parts = np.zeros((len(batch), len(PARTS)))
         parts[:, 0] = makespan.sum(axis=-1)
         parts[:, 1] = self._communication(part, routing)
         parts[:, 2] = self.time.routers.get(lane.label, 0.0) * makespan.shape[1]
@@ -584,7 +598,7 @@ class _Answers:
         self._layers = placement.num_layers
         self._tokens = 0.0
         self._times = np.zeros((len(lanes), steps))
-        self._parts = np.zeros((len(lanes), len(STAGES), len(_PARTS)))
+        self._parts = np.zeros((len(lanes), len(STAGES), len(PARTS)))
         self._counts = np.zeros((len(lanes), len(STAGES), len(_COUNTS)))
         self._makespan = np.zeros((len(lanes), placement.num_layers))
         self._seconds = np.zeros(len(lanes))

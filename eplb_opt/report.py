@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from eplb_opt.batches import STAGES
 from eplb_opt.comparison import ComparedPlan, PlacementComparison
 from eplb_opt.gap import GapRow, GapStudy
 from eplb_opt.gpu.compiling import Usage
@@ -25,11 +26,12 @@ from eplb_opt.objective import OBJECTIVES
 from eplb_opt.placement import EMPTY, Placement
 from eplb_opt.placers import placement_methods
 from eplb_opt.regime import CHOICES, Crossover, RegimeMap
+from eplb_opt.replaying import Replay, StageTimes
 from eplb_opt.routers import routing_methods
 from eplb_opt.routing import Routing
 from eplb_opt.status import Proof, Status
 from eplb_opt.trace import LoadTrace, TokenTrace
-from eplb_opt.workload import MODEL_SHAPES
+from eplb_opt.workload import MODEL_SHAPES, Stage
 
 __all__ = [
     "many",
@@ -38,6 +40,7 @@ __all__ = [
     "print_placement",
     "print_presets",
     "print_regimes",
+    "print_replay",
     "print_routing",
     "print_study",
     "print_trace",
@@ -353,6 +356,61 @@ def _layer_table(routing: Routing) -> Table:
     for layer in shown:
         cells = (_texts([mean[layer]], decimals=2)[0] for mean in means.values())
         table.add_row(str(layer), *cells)
+    return table
+
+
+def print_replay(replays: Sequence[Replay]) -> None:
+    """Print a table per stage of every replay: all of the same steps, on other placements."""
+    console = _console()
+    first = replays[0]
+    console.print(Text(first.traffic, style="bold"), soft_wrap=True)
+    last = first.first_step + first.steps - 1
+    console.print(
+        f"steps {first.first_step} to {last}; {many(first.num_gpus, 'GPU')}, {first.redundant} "
+        f"redundant slots; objective {first.objective}"
+    )
+    for replay in replays:
+        decided = many(len(replay.decisions), "decision")
+        updates = f"{decided}, {many(replay.moves, 'move')}" if replay.decisions else "stays"
+        for stage in STAGES:
+            if any(getattr(row, stage) is not None for row in replay.rows):
+                console.print()
+                console.print(_stage_table(replay, stage, f"{stage}; placement: {updates}"))
+    console.print(
+        "\n[dim]milliseconds per step: experts on the slowest GPU, dispatch and combine, the"
+        " router, the rest, moves\nreplicas: of live experts, and activated, per layer; µs: the"
+        " slowest GPU's kernel on a layer[/dim]"
+    )
+
+
+def _stage_table(replay: Replay, stage: Stage, title: str) -> Table:
+    """Return a row per method: the times of the steps of a stage, and what they are made of."""
+    rows: list[StageTimes] = [getattr(row, stage) for row in replay.rows]
+    columns = [
+        ("mean\nms", _texts([row.mean for row in rows])),
+        ("p50", _texts([row.p50 for row in rows])),
+        ("p95", _texts([row.p95 for row in rows])),
+        ("p99", _texts([row.p99 for row in rows])),
+        ("ex-\nperts", _texts([row.experts for row in rows])),
+        ("disp.,\ncomb.", _texts([row.communication for row in rows])),
+        ("router", _texts([row.router for row in rows])),
+        ("rest", _texts([row.rest for row in rows])),
+        ("moves", _texts([row.migration for row in rows])),
+        ("live", _texts([row.live_experts for row in rows], decimals=1)),
+        ("repli-\ncas", _texts([row.replicas_available for row in rows], decimals=1)),
+        ("acti-\nvated", _texts([row.activated for row in rows], decimals=1)),
+        ("tokens/\nreplica", _texts([row.tokens_per_activated for row in rows])),
+        ("µs", _texts([row.slowest_gpu for row in rows])),
+        ("tokens/s", [f"{row.tokens_per_second:.0f}" for row in replay.rows]),
+    ]
+    if any(isfinite(row.within_slo) for row in rows):
+        columns.insert(4, ("in SLO\n%", _texts([100 * row.within_slo for row in rows], decimals=1)))
+    kept = [c for c in columns if c[0] not in ("router", "moves") or any(float(t) for t in c[1])]
+    table = _table(title, "method", *(header for header, _ in kept))
+    for column in table.columns:
+        column.vertical = "bottom"
+    for row, *cells in zip(replay.rows, *(cells for _, cells in kept), strict=True):
+        table.add_row(Text(row.method), *cells)
     return table
 
 

@@ -70,11 +70,13 @@ class Scenario:
         name = "in order" if self.placer is None else str(self.placer)
         return name if self.interval is None else f"{name}, every {self.interval} steps"
 
-    def place(self, collected: Collected, *, threads: int = 1) -> Placement:
+    def start(self, collected: Collected, *, threads: int = 1) -> Placement:
         """Return what is served first, made for a load.
 
         Raises
         ------
+        InvalidTokensError
+            When nothing was collected to place by.
         InvalidPlacementError
             Slots that do not divide over the GPUs.
         EplbError
@@ -83,8 +85,13 @@ class Scenario:
         layers, experts = collected.load.shape
         per_gpu = slots_for(experts + self.redundant, self.num_gpus)
         if self.placer is None:
-            start = first_placement(layers, self.num_gpus, per_gpu, num_experts=experts)
-            return Placement(start, experts)
+            first = first_placement(layers, self.num_gpus, per_gpu, num_experts=experts)
+            return Placement(first, experts)
+        if not collected.steps:
+            problem = f"no step of stage {self.stage} was collected"
+            raise InvalidTokensError(
+                f"{problem}; collect more steps before the first that is served"
+            )
         routes = "tokens_per_batch" in resolve_placer(self.placer).traits.takes
         return solve_placement(
             collected.load,
@@ -98,20 +105,19 @@ class Scenario:
             threads=threads,
         ).placement
 
-    def serve(self, collected: Collected, *, threads: int = 1) -> Placement | EplbLoop:
-        """Return what to replay after the steps that were collected: a placement, or a loop.
+    def loop(self, start: Placement, collected: Collected, *, threads: int = 1) -> EplbLoop:
+        """Return the loop that keeps a placement up, every `interval` steps on the load of as many.
 
         Raises
         ------
-        EplbError
-            As `place`.
+        ValueError
+            Without a placer and an interval.
         """
-        placement = self.place(collected, threads=threads)
         if self.interval is None or self.placer is None:
-            return placement
+            raise ValueError("a loop needs a placer and an interval")
         collect = StageFilter(self.stage, collected.most_decode_tokens)
         return EplbLoop(
-            placement,
+            start,
             SlidingWindow(self.interval, self.interval, collect),
             method=self.placer,
             num_nodes=self.num_nodes,
@@ -147,19 +153,10 @@ class Scenario:
 
         Raises
         ------
-        InvalidTokensError
-            When no step is collected.
+        EplbError, ValueError
+            As `start`, `loop` and `eplb_opt.replay`.
         """
         collected = facts.collect(0, first_step, self.stage)
-        if not collected.steps and self.placer is not None:
-            raise InvalidTokensError(
-                f"steps 0 to {first_step - 1} are collected, and none is of stage {self.stage}"
-            )
-        return replay(
-            facts,
-            self.serve(collected, threads=threads),
-            methods,
-            first_step=first_step,
-            threads=threads,
-            **settings,
-        )
+        start = self.start(collected, threads=threads)
+        served = start if self.interval is None else self.loop(start, collected, threads=threads)
+        return replay(facts, served, methods, first_step=first_step, threads=threads, **settings)

@@ -60,7 +60,8 @@ class Router(torch.nn.Module):
         super().__init__()
         self._method = kernel_method(method)
         self._shape = Shape.of(placement)
-        tables = torch.from_numpy(make_tables(placement, self._method)).to(device)
+        with torch.inference_mode(False):  # a tensor of that mode could not be swapped outside it
+            tables = torch.from_numpy(make_tables(placement, self._method)).to(device)
         self.register_buffer("tables", tables, persistent=False)
 
     def forward(

@@ -109,6 +109,15 @@ def test_a_swapped_placement_is_routed_on_where_the_old_one_was() -> None:
         router.swap(Placement([[0, 1, 2], [0, 1, 2]]))
 
 
+def test_a_router_made_in_inference_mode_is_swapped_outside_it() -> None:
+    """Engines build their models in inference mode, and rearrange experts elsewhere."""
+    with torch.inference_mode():
+        router = Router(SMALL)
+    other = Placement([[2, 1], [1, 0]])
+    router.swap(other)
+    assert torch.equal(router(torch.tensor(IDS)), Router(other)(torch.tensor(IDS)))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

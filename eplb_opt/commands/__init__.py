@@ -1,0 +1,1 @@
+"""The commands of ``eplb-opt`` that replay deployments, and what all commands have in common."""
