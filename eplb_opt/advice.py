@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -77,7 +76,8 @@ class Candidate:
         """In a line."""
         slots = f"{self.redundant} redundant slots" if self.redundant else "no redundant slots"
         load = "" if self.stage == "all" else f" on {self.stage}'s load"
-        return f"{self.placer} {self.cycle}{load}, {slots}, routed by {self.router}"
+        routed = f", routed by {self.router}" if self.redundant else ""
+        return f"{self.placer} {self.cycle}{load}, {slots}{routed}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,8 +249,7 @@ class Advice:
 
     def to_json(self) -> str:
         """Return all of it as a JSON object; numbers that are not finite are null."""
-        content = json.loads(as_json(self))
-        return json.dumps(content | {"summary": self.summary()}, indent=2)
+        return as_json(self)
 
 
 def judged(

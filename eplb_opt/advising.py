@@ -1,4 +1,4 @@
-"""Advice: is EPLB worth it for a recorded traffic, and which?
+"""Advice: whether EPLB pays for a recorded traffic, and with which settings.
 
 The first steps are learned from, candidates are compared on the next, and the one that is chosen is
 judged on the last, against the same steps without EPLB: the best of many is partly the luckiest, on
@@ -20,17 +20,16 @@ from eplb_opt.bootstrap import paired_gain
 from eplb_opt.bounds import certified_bound
 from eplb_opt.errors import InvalidTokensError
 from eplb_opt.heat import HeatStage
-from eplb_opt.memory import WEIGHT_FORMATS, memory_per_gpu
+from eplb_opt.memory import WeightFormat, memory_per_gpu
 from eplb_opt.metrics import PlacementMetrics
 from eplb_opt.placement import Placement
 from eplb_opt.placers import first_placement
 from eplb_opt.reasons import reasons
 from eplb_opt.replaying import Replay, ReplayRow
-from eplb_opt.routers import resolve_for
 from eplb_opt.scenario import Scenario
 from eplb_opt.step_time import Migration, StepTime
 from eplb_opt.trace import LoadTrace
-from eplb_opt.transfer import expert_bytes, plan_transfer
+from eplb_opt.transfer import plan_transfer
 from eplb_opt.vetting import Steps, picked, steps_of, warm_up
 from eplb_opt.workload import ModelShape, Stage, Workload, model_shape
 
@@ -56,10 +55,10 @@ def advise(
     intervals: Sequence[int | None] | None = None,
     stages: Sequence[HeatStage] | None = None,
     target: HeatStage | None = None,
-    first_step: int | None = None,
+    learn: float = 0.25,
     min_gain: float = 0.01,
     model: ModelShape | str | None = None,
-    weights: str = "bf16",
+    weights: WeightFormat | str = "bf16",
     migration: Migration | None = None,
     slo: float | None = None,
     prefill_slo: float | None = None,
@@ -95,18 +94,15 @@ def advise(
         Whose load placements are made for; default ``"all"``, and each where both are recorded.
     target
         The stage whose mean step time is to fall; default decode where there is any.
-    first_step
-        The first step that is served: earlier ones, but for a warm-up, are what experts are placed
-        by. Default after a fourth.
+    learn
+        Share of the steps after a warm-up that experts are placed by first, and that are not
+        served.
     min_gain
         The least gain that is worth EPLB, a share of the mean step time.
-    model
-        Shape or name, for memory and, where `migration` is None, for what moves take: serving stops
-        for them. Without either, moves are taken to be free, which is noted.
-    weights
-        How an expert's weights are stored, one of `eplb_opt.memory.WEIGHT_FORMATS`.
+    model, weights
+        Shape and format, or their names, for memory, as for `eplb_opt.memory_per_gpu`.
     migration
-        What moves take.
+        What moves take; None: nothing, which is noted.
     slo, prefill_slo, steps, tokens, top_k, most_decode_tokens
         As for `eplb_opt.replay`; where batches are drawn, 64 are.
     num_nodes, num_groups
@@ -133,13 +129,13 @@ def advise(
     Notes
     -----
     *Candidates.* Without EPLB there are no redundant slots but those that GPUs must fill, and
-    experts are in order. Where many steps were recorded, placements that stay are first compared on
-    256 of them, spread evenly, with all routers; the best three are replayed in full, with each
-    interval. Of those that keep nine tenths of the best gain, and take at most `min_gain` more time,
-    the simplest is chosen: the fewest slots, then a placement that stays.
+    experts are in order. Where many steps were recorded, placements that stay are first compared
+    on 256 of them, spread evenly, with all routers; the best three are replayed in full, with each
+    interval. Of those that keep nine tenths of the best gain and take at most `min_gain` more time
+    than the best, the simplest is chosen: the fewest slots, then a placement that stays.
 
-    *Verdict.* Yes if the 95 % interval of the gain lies above `min_gain`, no if it lies below, or if
-    not even perfect balance would reach it (`Why.ceiling`).
+    *Verdict.* Yes if the 95 % interval of the gain lies above `min_gain`, no if it lies below, or
+    if not even perfect balance would reach it (`Why.ceiling`).
 
     Examples
     --------
@@ -148,15 +144,12 @@ def advise(
     >>> advice.verdict, advice.best.redundant
     (<Verdict.YES: 'yes'>, 0)
     """
-    facts, drawn = _facts(traffic, methods, steps, tokens, top_k, most_decode_tokens)
+    facts, drawn = _facts(traffic, steps, tokens, top_k, most_decode_tokens)
     shape = model_shape(model) if isinstance(model, str) else model
     _require_experts(shape, facts)
-    if migration is None and shape is not None:
-        size = expert_bytes(shape, WEIGHT_FORMATS[weights].bits / 8)
-        migration = Migration(size)
     every = steps_of(facts)
     warm = 0 if drawn else warm_up(facts, every)
-    plan = _Plan.of(every.since(warm), first_step and first_step - warm, target)
+    plan = _Plan.of(every.since(warm), learn, target)
     bench = _Bench(
         facts=picked(facts, np.arange(warm, len(every))),
         plan=plan,
@@ -226,18 +219,18 @@ class _Plan:
     mask: NDArray[np.bool_]  # [steps], those of the target stage
 
     @classmethod
-    def of(cls, steps: Steps, first: int | None, target: HeatStage | None) -> _Plan:
+    def of(cls, steps: Steps, learn: float, target: HeatStage | None) -> _Plan:
         count = len(steps)
         if count < _LEAST_STEPS:
             raise InvalidTokensError(
                 f"{count} steps are too few to learn from, to choose by and to judge on; record "
                 f"{_LEAST_STEPS} at least, a few hundred better"
             )
-        first = count // 4 if first is None else first
-        if not 1 <= first <= count - 2:
+        if not 0 < learn < 1:
             raise ValueError(
-                f"serving starts at step {first} after the warm-up; expected 1 to {count - 2}"
+                f"learn is {learn}; expected a share of the steps, above 0 and below 1"
             )
+        first = min(max(1, round(learn * count)), count - 2)
         middle = first + (count - first) // 2
         if target is None:
             target = "decode" if steps.of("decode").any() else "prefill"
@@ -246,7 +239,7 @@ class _Plan:
             if not mask[begin:end].any():
                 raise InvalidTokensError(
                     f"steps {begin} to {end - 1} after the warm-up are there to {what}, and none "
-                    f"has tokens of stage {target}; give another target or first_step"
+                    f"has tokens of stage {target}; record a mix, or give another target"
                 )
         return cls(steps, first, middle, target, mask)
 
@@ -435,7 +428,6 @@ class _Search:
 
 def _facts(
     traffic: Traffic | BatchFacts,
-    methods: Sequence[str],
     steps: int | None,
     tokens: int,
     top_k: int,
@@ -506,20 +498,22 @@ def _times(
 
 
 def _why(bench: _Bench, start: Scenario, chosen: Scenario, router: str) -> Why:
-    plan = bench.plan
-    stage: Stage = "prefill" if plan.target == "prefill" else "decode"
-    old = bench.row(start)
-    parts = getattr(old, stage) or old.prefill
+    plan, old = bench.plan, bench.row(start)
+    both = {"decode": old.decode, "prefill": old.prefill}
+    times = [t for stage, t in both.items() if t is not None and plan.target in (stage, "all")]
+    spent = {name: sum(t.steps * getattr(t, name) for t in times) for name in _SHARES}
+    activated = [t.steps * t.activated for t in times]
+    per_replica = [t.tokens_per_activated for t in times]
     load = bench.facts.collect(plan.first, len(plan.steps), plan.target).load
     placed = PlacementMetrics.of(bench.replay(start).placement, load.astype(np.float64))
-    before = old.step_times[plan.judged_target].mean()
+    before = float(old.step_times[plan.judged_target].mean())
     return Why(
-        shares={name: getattr(parts, name) / parts.mean for name in _SHARES},
-        ceiling=1 - _balanced_time(bench, start.num_gpus) / float(before),
+        shares={name: part / sum(spent.values()) for name, part in spent.items()},
+        ceiling=1 - _balanced_time(bench, start.num_gpus) / before,
         par_mean=placed.par_mean,
         par_max=placed.par_max,
         tokens_per_gpu=_mean_tokens(plan.steps, plan.mask) / start.num_gpus,
-        tokens_per_activated=parts.tokens_per_activated,
+        tokens_per_activated=float(np.average(per_replica, weights=activated)),
         break_even=bench.time.pricing.break_even,
         ladder=_ladder(bench, start, chosen, router),
     )
@@ -603,7 +597,7 @@ def _costs(bench: _Bench, start: Scenario, chosen: Scenario, best: Candidate) ->
 
 
 def _memory(
-    shape: ModelShape | None, weights: str, start: Scenario, scenario: Scenario
+    shape: ModelShape | None, weights: WeightFormat | str, start: Scenario, scenario: Scenario
 ) -> int | None:
     """Return the bytes of each GPU beyond those without EPLB."""
     if shape is None:

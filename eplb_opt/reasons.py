@@ -20,24 +20,24 @@ def reasons(advice: Advice) -> tuple[str, ...]:
         All figures.
     """
     said = [_answer(advice), *_bounds(advice), _batches(advice), *_ladder(advice)]
-    said += [*_stages(advice), *_costs(advice), *_rules(advice)]
+    said += [*_others(advice), *_stages(advice), *_costs(advice), *_rules(advice)]
     return tuple(said)
 
 
-def percent(share: float) -> str:
+def _percent(share: float) -> str:
     """Say a share in percent."""
     return f"{100 * share:.1f} %"
 
 
 def _answer(advice: Advice) -> str:
     time = "mean step time" if advice.target == "all" else f"mean {advice.target} time"
-    least, best = percent(advice.min_gain), advice.best
+    least, best = _percent(advice.min_gain), advice.best
     measured = f"{advice.gain} less {time} on {advice.parts.target} steps that it was not chosen on"
     if advice.verdict is Verdict.YES:
         return f"Yes: {best.label}. It takes {measured}."
     if advice.verdict is Verdict.NO:
         if advice.why.ceiling < advice.min_gain:
-            most = percent(max(advice.why.ceiling, 0.0))
+            most = _percent(max(advice.why.ceiling, 0.0))
             return (
                 f"No: even perfect balance would lower the {time} by {most}, less than the {least} "
                 f"that are asked for."
@@ -62,9 +62,9 @@ def _answer(advice: Advice) -> str:
 def _bounds(advice: Advice) -> list[str]:
     why = advice.why
     shares = {name: share for name, share in why.shares.items() if share > 0}
-    parts = ", ".join(f"{name} {percent(share)}" for name, share in shares.items())
+    parts = ", ".join(f"{name} {_percent(share)}" for name, share in shares.items())
     said = [
-        f"Without EPLB a step is {parts}; perfect balance would gain {percent(why.ceiling)}.",
+        f"Without EPLB a step is {parts}; perfect balance would gain {_percent(why.ceiling)}.",
         f"Without EPLB the fullest GPU has {why.par_mean:.2f} times the mean of tokens (PAR, mean "
         f"over layers; {why.par_max:.2f} at most).",
     ]
@@ -106,8 +106,28 @@ def _ladder(advice: Advice) -> list[str]:
     if "redundancy" in ladder and ladder["redundancy"] < 0:
         said.append(
             f"Redundant slots alone, as EPLB splits tokens over them, cost "
-            f"{percent(-ladder['redundancy'])}: every copy of a live expert is activated."
+            f"{_percent(-ladder['redundancy'])}: every copy of a live expert is activated."
         )
+    return said
+
+
+def _others(advice: Advice) -> list[str]:
+    """Say what others gain that people think of first, on the steps to choose by."""
+    once = [c for c in advice.candidates if c.interval is None]
+    anew = [c.gain for c in advice.candidates if c.interval is not None]
+    fewest = min(c.redundant for c in once)
+    even = [c for c in once if c.redundant > fewest and c.router == "uniform"]
+    said = []
+    if even:
+        eplb = max(even, key=lambda c: c.gain)
+        gains = f"gains {_percent(eplb.gain)}" if eplb.gain > 0 else f"loses {_percent(-eplb.gain)}"
+        said.append(
+            f"Redundant slots under the equal split, which EPLB counts on: the best, {eplb.label}, "
+            f"{gains}."
+        )
+    if anew:
+        best = max(c.gain for c in once)
+        said.append(f"Placing once gains {_percent(best)} at best, anew {_percent(max(anew))}.")
     return said
 
 
@@ -121,7 +141,7 @@ def _stages(advice: Advice) -> list[str]:
         slo = ""
         if figure == "mean" and within in advice.before:
             then, now = advice.before[within], advice.after[within]
-            slo = f"; within the SLO {percent(now)} of the steps, before {percent(then)}"
+            slo = f"; within the SLO {_percent(now)} of the steps, before {_percent(then)}"
         said.append(f"Of {stage}, {figure}: {gain} less time{slo}.")
     return said
 
@@ -131,7 +151,7 @@ def _costs(advice: Advice) -> list[str]:
     if costs.memory is not None:
         said.append(f"It needs {costs.memory / _GIB:.2f} GiB more on each GPU.")
     if costs.migration:
-        said.append(f"Moves take {percent(costs.migration)} of the time ({advice.best.moves}).")
+        said.append(f"Moves take {_percent(costs.migration)} of the time ({advice.best.moves}).")
     if costs.first_move:
         repaid = f"repaid in {costs.repaid_in:.0f} steps"
         if costs.repaid_in is None or not math.isfinite(costs.repaid_in):
