@@ -281,7 +281,7 @@ def judged(
     Examples
     --------
     >>> judged(Estimate(0.03, 0.0, 0.06), 0.01, 0.2, 100)
-    (<Verdict.UNCLEAR: 'unclear'>, 126)
+    (<Verdict.UNCLEAR: 'unclear'>, 125)
     """
     if ceiling < min_gain:
         return Verdict.NO, None
@@ -295,4 +295,5 @@ def judged(
     times = (half / distance) ** 2 if distance else math.inf
     if not times <= _MOST_TIMES_LONGER:
         return Verdict.UNCLEAR, None
-    return Verdict.UNCLEAR, max(1, math.ceil(steps * times) - steps)
+    needed = math.ceil(round(steps * times, 6))  # not one more for a last bit
+    return Verdict.UNCLEAR, max(1, needed - steps)

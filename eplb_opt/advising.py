@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -178,7 +179,7 @@ def advise(
     gain = paired_gain(*(row.step_times[plan.judged_target] for row in (old, new)))
     why = _why(bench, start, chosen, best.router)
     verdict, more = judged(gain, min_gain, why.ceiling, len(every))
-    slos = {"decode": slo, "prefill": prefill_slo}
+    slos: dict[Stage, float | None] = {"decode": slo, "prefill": prefill_slo}
     advice = Advice(
         verdict=verdict,
         traffic=facts.batches.name,
@@ -234,6 +235,9 @@ class _Plan:
         middle = first + (count - first) // 2
         if target is None:
             target = "decode" if steps.of("decode").any() else "prefill"
+        if target not in get_args(HeatStage):
+            known = ", ".join(get_args(HeatStage))
+            raise ValueError(f"no stage is called {target!r}; the known ones are: {known}")
         mask = steps.tokens > 0 if target == "all" else steps.of(target)
         for begin, end, what in ((first, middle, "choose by"), (middle, count, "judge on")):
             if not mask[begin:end].any():
@@ -357,7 +361,7 @@ class _Search:
         chosen = self.bench.plan.chosen_target
         few = len(chosen) <= _SCREENED_STEPS
         in_full = len(self.intervals) * (len(static) if few else min(_FINALISTS, len(static)))
-        total = 1 + in_full + (0 if few else len(static))
+        total = in_full + (0 if few else len(static))
         done = 0
 
         def tried(scenario: Scenario, sample: NDArray[np.intp] | None = None) -> list[Candidate]:

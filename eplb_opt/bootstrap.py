@@ -87,7 +87,7 @@ def block_length(series: NDArray[np.float64]) -> int:
     longest = max(1, n // 4)
     if level <= 0:
         return longest
-    length = (1.5 * slope**2 / level**2 * n) ** (1 / 3)
+    length: float = (1.5 * slope**2 / level**2 * n) ** (1 / 3)
     return min(max(1, round(_LONGER * length)), longest)
 
 
@@ -129,24 +129,29 @@ def paired_gain(
     --------
     >>> noise = np.random.default_rng(0).standard_normal((2, 500))
     >>> print(paired_gain(100 + noise[0], 90 + noise[1]))
-    10.0 % (9.9 to 10.1)
+    10.0 % (9.9 to 10.2)
     """
     n = len(before)
     if n == 0 or len(after) != n:
         raise ValueError(f"{n} steps before and {len(after)} after; expected as many, at least one")
     value = float(_gain(before, after, quantile))
-    part = after - before * (after.mean() / before.mean())
-    length = block_length(part)
+    length = block_length(after - (1 - float(_gain(before, after, None))) * before)
     blocks = -(-n // length)
-    rng = np.random.default_rng(seed)
-    drawn = np.empty(_RESAMPLES)
-    at_once = max(1, _NUMBERS_AT_ONCE // (blocks * length))
-    for first in range(0, _RESAMPLES, at_once):
-        starts = rng.integers(0, n, (min(at_once, _RESAMPLES - first), blocks, 1))
-        steps = ((starts + np.arange(length)) % n).reshape(len(starts), -1)[:, :n]
-        drawn[first : first + len(starts)] = _gain(before[steps], after[steps], quantile)
-    low, high = np.quantile(drawn, [0.025, 0.975]).tolist()
     wider = _wider(n / length)
+    if not math.isfinite(wider):
+        return Estimate(value, -math.inf, math.inf)
+    starts = np.random.default_rng(seed).integers(0, n, (_RESAMPLES, blocks))
+    if quantile is None:
+        old, new = (_block_sums(times, length)[starts].sum(axis=1) for times in (before, after))
+        drawn = 1 - new / old
+    else:
+        drawn = np.empty(_RESAMPLES)
+        at_once = max(1, _NUMBERS_AT_ONCE // (blocks * length))
+        for first in range(0, _RESAMPLES, at_once):
+            some = slice(first, first + at_once)
+            steps = ((starts[some, :, None] + np.arange(length)) % n).reshape(-1, blocks * length)
+            drawn[some] = _gain(before[steps], after[steps], quantile)
+    low, high = np.quantile(drawn, [0.025, 0.975]).tolist()
     return Estimate(value, value - wider * (value - low), value + wider * (high - value))
 
 
@@ -157,6 +162,12 @@ def _gain(
         return np.asarray(1 - after.mean(axis=-1) / before.mean(axis=-1))
     old, new = (np.quantile(times, quantile, axis=-1) for times in (before, after))
     return np.asarray(1 - new / old)
+
+
+def _block_sums(times: NDArray[np.float64], length: int) -> NDArray[np.float64]:
+    """Return the sums of all blocks, by their first step; the first step follows the last."""
+    running = np.cumsum(np.concatenate([[0.0], times, times[:length]]))
+    return np.asarray(running[length : length + len(times)] - running[: len(times)])
 
 
 def _wider(blocks: float) -> float:

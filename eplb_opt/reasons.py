@@ -132,17 +132,19 @@ def _others(advice: Advice) -> list[str]:
 
 
 def _stages(advice: Advice) -> list[str]:
+    """Say what the answer does not: other figures, and the SLO."""
     said = []
     for name, gain in advice.gains.items():
-        if name == f"{advice.target} mean":
-            continue
         stage, figure = name.split()
+        if name != f"{advice.target} mean":
+            said.append(f"Of {stage}, {figure}: {gain} less time.")
         within = f"{stage} within SLO"
-        slo = ""
         if figure == "mean" and within in advice.before:
-            then, now = advice.before[within], advice.after[within]
-            slo = f"; within the SLO {_percent(now)} of the steps, before {_percent(then)}"
-        said.append(f"Of {stage}, {figure}: {gain} less time{slo}.")
+            now, then = advice.after[within], advice.before[within]
+            said.append(
+                f"Of {stage}, {_percent(now)} of the steps are within the SLO, {_percent(then)} "
+                f"without EPLB."
+            )
     return said
 
 

@@ -441,33 +441,27 @@ def print_advice(advice: Advice, most: int = 12) -> None:
 
 
 def _candidate_table(candidates: Sequence[Candidate], tried: int) -> Table:
+    """Return a row per candidate."""
+    gib = [None if c.memory is None else c.memory / 2**30 for c in candidates]
     columns = [
         ("redun-\ndant", [str(c.redundant) for c in candidates]),
-        ("router", [c.router if c.redundant else "" for c in candidates]),
-        ("placed", [c.cycle for c in candidates]),
-        ("on", [c.stage for c in candidates]),
         ("gain\n%", _texts([100 * c.gain for c in candidates])),
         ("decode\nms", _known_texts([c.decode for c in candidates])),
         ("prefill\nms", _known_texts([c.prefill for c in candidates])),
         ("moves", [str(c.moves) for c in candidates]),
-        ("GiB", _known_texts([None if c.memory is None else c.memory / 2**30 for c in candidates])),
+        ("GiB", _known_texts(gib)),
         ("steps", [str(c.steps) for c in candidates]),
     ]
-    kept = [column for column in columns if any(column[1])]
+    kept = [(header, cells) for header, cells in columns if any(cells)]
     shown = f", the best {len(candidates)}" if len(candidates) < tried else ""
-    table = _table(f"{tried} candidates{shown}", "placer", *(header for header, _ in kept))
+    headers = ("placer", "placed", "by load of", "router", *(header for header, _ in kept))
+    table = _table(f"{tried} candidates{shown}", *headers, left=4)
     for column in table.columns:
         column.vertical = "bottom"
-        if str(column.header) in ("router", "placed", "on"):
-            column.justify = "left"
-            column.header = f"  {column.header}"
     for candidate, *cells in zip(candidates, *(cells for _, cells in kept), strict=True):
-        words = {header for header, _ in kept[:4]} & {"router", "placed", "on"}
-        texts = [
-            f"  {cell}" if header in words else cell
-            for (header, _), cell in zip(kept, cells, strict=True)
-        ]
-        table.add_row(Text(candidate.placer), *texts)
+        c: Candidate = candidate
+        router = c.router if c.redundant else ""
+        table.add_row(Text(c.placer), c.cycle, c.stage, Text(router), *map(str, cells))
     return table
 
 

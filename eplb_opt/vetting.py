@@ -128,8 +128,8 @@ def warm_up(facts: BatchFacts, steps: Steps) -> int:
             odd[own] = np.maximum(odd[own], _deviations(feature, late, least))
     odd = np.minimum(odd, 2 * _ODD)
     for end in range(span, 0, -1):
-        strange = odd[end - 1] >= _ODD and odd[:end].mean() >= _ODD
-        if strange and odd[end : end + _NEXT].mean() < _USUAL:
+        changes = odd[end - 1] >= _ODD > odd[end]
+        if changes and odd[:end].mean() >= _ODD and odd[end : end + _NEXT].mean() < _USUAL:
             return end
     return 0
 
