@@ -283,11 +283,9 @@ def judged(
     >>> judged(Estimate(0.03, 0.0, 0.06), 0.01, 0.2, 100)
     (<Verdict.UNCLEAR: 'unclear'>, 125)
     """
-    if ceiling < min_gain:
-        return Verdict.NO, None
     if gain.low > min_gain:
         return Verdict.YES, None
-    if gain.high < min_gain:
+    if gain.high < min_gain or ceiling < min_gain:
         return Verdict.NO, None
     above = gain.value > min_gain
     half = gain.value - gain.low if above else gain.high - gain.value

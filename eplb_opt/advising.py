@@ -8,40 +8,34 @@ the steps that it was chosen on. Uncertainty is `eplb_opt.bootstrap`'s.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb_opt.advice import Advice, Candidate, Costs, Parts, Rule, Verdict, Why, judged
+from eplb_opt.advice import Advice, Candidate, Costs, Rule, Verdict, Why, judged
 from eplb_opt.batches import Batches, BatchFacts, Traffic, opened
 from eplb_opt.bootstrap import paired_gain
 from eplb_opt.bounds import certified_bound
-from eplb_opt.errors import InvalidTokensError
 from eplb_opt.heat import HeatStage
 from eplb_opt.memory import WeightFormat, memory_per_gpu
 from eplb_opt.metrics import PlacementMetrics
 from eplb_opt.placement import Placement
 from eplb_opt.placers import first_placement
 from eplb_opt.reasons import reasons
-from eplb_opt.replaying import Replay, ReplayRow
+from eplb_opt.replaying import ReplayRow
 from eplb_opt.scenario import Scenario
 from eplb_opt.step_time import Migration, StepTime
 from eplb_opt.trace import LoadTrace
 from eplb_opt.transfer import plan_transfer
+from eplb_opt.trying import EQUAL_SPLIT, Bench, Plan, Search, simplest
 from eplb_opt.vetting import Steps, picked, steps_of, warm_up
 from eplb_opt.workload import ModelShape, Stage, Workload, model_shape
 
 __all__ = ["advise"]
 
-_LEAST_STEPS = 16
 _DRAWN_STEPS = 64
-_SCREENED_STEPS = 256
-_FINALISTS = 3
-_KEPT = 0.9  # of the best gain, by the simplest candidate that keeps so much
-_EQUAL_SPLIT = "uniform"
 _SHARES = ("experts", "communication", "router", "rest")
 
 
@@ -150,29 +144,29 @@ def advise(
     _require_experts(shape, facts)
     every = steps_of(facts)
     warm = 0 if drawn else warm_up(facts, every)
-    plan = _Plan.of(every.since(warm), learn, target)
-    bench = _Bench(
+    plan = Plan.of(every.since(warm), learn, target)
+    bench = Bench(
         facts=picked(facts, np.arange(warm, len(every))),
         plan=plan,
         time=time,
-        methods=tuple(dict.fromkeys((_EQUAL_SPLIT, *methods))),
+        methods=tuple(dict.fromkeys((EQUAL_SPLIT, *methods))),
         migration=migration,
         threads=threads,
     )
     least = -bench.num_experts % num_gpus
     start = Scenario(num_gpus, least, num_nodes=num_nodes, num_groups=num_groups)
-    search = _Search(
+    search = Search(
         bench,
         start,
-        redundant=tuple(redundant or (least, least + num_gpus, least + 2 * num_gpus)),
-        placers=tuple(placers),
-        intervals=tuple(intervals or plan.intervals(drawn)),
-        stages=tuple(stages or plan.stages()),
-        memory=partial(_memory, shape, weights, start),
+        redundant=redundant or (least, least + num_gpus, least + 2 * num_gpus),
+        placers=placers,
+        intervals=intervals or plan.intervals(drawn),
+        stages=stages or plan.stages(),
+        memory=partial(_extra_memory, shape, weights, start),
         progress=progress,
     )
     candidates = search.run()
-    best = _simplest(search.finalists, min_gain, bench.methods, placers)
+    best = simplest(search.finalists, min_gain, bench.methods, placers)
     chosen = search.scenario(best)
     old, new = bench.row(start), bench.row(chosen, best.router)
     masks = plan.judged_stages()
@@ -207,227 +201,6 @@ def advise(
         notes=tuple(_notes(facts, every, warm, drawn, migration, num_gpus)),
     )
     return replace(advice, reasons=reasons(advice))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Plan:
-    """Which steps are for what; steps of the warm-up are gone."""
-
-    steps: Steps
-    first: int  # the first that is served
-    middle: int  # the first that is judged on
-    target: HeatStage
-    mask: NDArray[np.bool_]  # [steps], those of the target stage
-
-    @classmethod
-    def of(cls, steps: Steps, learn: float, target: HeatStage | None) -> _Plan:
-        count = len(steps)
-        if count < _LEAST_STEPS:
-            raise InvalidTokensError(
-                f"{count} steps are too few to learn from, to choose by and to judge on; record "
-                f"{_LEAST_STEPS} at least, a few hundred better"
-            )
-        if not 0 < learn < 1:
-            raise ValueError(
-                f"learn is {learn}; expected a share of the steps, above 0 and below 1"
-            )
-        first = min(max(1, round(learn * count)), count - 2)
-        middle = first + (count - first) // 2
-        if target is None:
-            target = "decode" if steps.of("decode").any() else "prefill"
-        if target not in get_args(HeatStage):
-            known = ", ".join(get_args(HeatStage))
-            raise ValueError(f"no stage is called {target!r}; the known ones are: {known}")
-        mask = steps.tokens > 0 if target == "all" else steps.of(target)
-        for begin, end, what in ((first, middle, "choose by"), (middle, count, "judge on")):
-            if not mask[begin:end].any():
-                raise InvalidTokensError(
-                    f"steps {begin} to {end - 1} after the warm-up are there to {what}, and none "
-                    f"has tokens of stage {target}; record a mix, or give another target"
-                )
-        return cls(steps, first, middle, target, mask)
-
-    @property
-    def chosen_target(self) -> NDArray[np.intp]:
-        """Steps of the target stage to choose by, counted from the first that is served."""
-        return np.flatnonzero(self.mask[self.first : self.middle])
-
-    @property
-    def judged_target(self) -> NDArray[np.intp]:
-        """Those to judge on, counted likewise."""
-        return self._judged(self.mask)
-
-    def judged_stages(self) -> dict[Stage, NDArray[np.intp]]:
-        """Return for each stage that occurs its steps to judge on, counted likewise."""
-        stages: tuple[Stage, ...] = ("decode", "prefill")
-        found = {stage: self._judged(self.steps.of(stage)) for stage in stages}
-        return {stage: mask for stage, mask in found.items() if mask.size}
-
-    def _judged(self, mask: NDArray[np.bool_]) -> NDArray[np.intp]:
-        return np.flatnonzero(mask[self.middle :]) + self.middle - self.first
-
-    def mean(
-        self, stage: Stage, steps: NDArray[np.intp], times: NDArray[np.float64]
-    ) -> float | None:
-        """Return milliseconds of a stage's steps among some, counted likewise, with their times."""
-        own = self.steps.of(stage)[self.first + steps]
-        return float(times[: len(steps)][own].mean()) / 1e3 if own.any() else None
-
-    def stages(self) -> tuple[HeatStage, ...]:
-        """Return whose load placements may be made for."""
-        learned = slice(0, self.first)
-        both = all(self.steps.of(stage)[learned].any() for stage in ("decode", "prefill"))
-        return ("all", "decode", "prefill") if both else ("all",)
-
-    def intervals(self, drawn: bool) -> tuple[int | None, ...]:
-        """Return how often to place; what is drawn from one popularity does not change."""
-        served = len(self.steps) - self.first
-        some = [served // parts for parts in (4, 16) if served // parts > 1]
-        return (None,) if drawn else (None, *some)
-
-    def parts(self, warm: int) -> Parts:
-        """Return the numbers of steps."""
-        count = len(self.steps)
-        of_target = int(self.judged_target.size)
-        return Parts(warm, self.first, self.middle - self.first, count - self.middle, of_target)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Bench:
-    """Replays deployments on the steps that are served, each once."""
-
-    facts: BatchFacts
-    plan: _Plan
-    time: StepTime
-    methods: tuple[str, ...]
-    migration: Migration | None
-    threads: int
-    _done: dict[Scenario, Replay] = field(default_factory=dict)
-
-    @property
-    def num_experts(self) -> int:
-        return int(self.facts.batches.load.shape[1])
-
-    def replay(self, scenario: Scenario) -> Replay:
-        """Serve all steps after those that are learned from."""
-        if scenario not in self._done:
-            self._done[scenario] = self._replay(self.facts, scenario)
-        return self._done[scenario]
-
-    def row(self, scenario: Scenario, router: str = _EQUAL_SPLIT) -> ReplayRow:
-        """Return a router's row; without copies all are alike, and one stands for them."""
-        rows = self.replay(scenario).rows
-        return next((row for row in rows if row.method == router), rows[0])
-
-    def screen(self, scenario: Scenario, sample: NDArray[np.intp]) -> Replay:
-        """Serve only some of the steps, counted from the first that is served."""
-        steps = np.concatenate([np.arange(self.plan.first), self.plan.first + sample])
-        return self._replay(picked(self.facts, steps), scenario)
-
-    def _replay(self, facts: BatchFacts, scenario: Scenario) -> Replay:
-        copies = scenario.redundant > 0 and scenario.placer is not None
-        return scenario.replay(
-            facts,
-            self.methods if copies else self.methods[:1],
-            first_step=self.plan.first,
-            time=self.time,
-            migration=self.migration,
-            threads=self.threads,
-        )
-
-
-@dataclass(slots=True, eq=False)
-class _Search:
-    """Tries candidates on the steps to choose by."""
-
-    bench: _Bench
-    start: Scenario
-    redundant: tuple[int, ...]
-    placers: tuple[str, ...]
-    intervals: tuple[int | None, ...]
-    stages: tuple[HeatStage, ...]
-    memory: Callable[[Scenario], int | None]
-    progress: Callable[[int, int], None] | None
-    finalists: list[Candidate] = field(default_factory=list)
-
-    def run(self) -> list[Candidate]:
-        """Return all candidates, the best first; the finalists are kept."""
-        static = [
-            replace(self.start, redundant=slots, placer=placer, stage=stage)
-            for slots in self.redundant
-            for placer in self.placers
-            for stage in self.stages
-        ]
-        chosen = self.bench.plan.chosen_target
-        few = len(chosen) <= _SCREENED_STEPS
-        in_full = len(self.intervals) * (len(static) if few else min(_FINALISTS, len(static)))
-        total = in_full + (0 if few else len(static))
-        done = 0
-
-        def tried(scenario: Scenario, sample: NDArray[np.intp] | None = None) -> list[Candidate]:
-            nonlocal done
-            found = self._try(scenario, sample)
-            done += 1
-            if self.progress is not None:
-                self.progress(done, total)
-            return found
-
-        screened: list[Candidate] = []
-        if not few:
-            spread = np.linspace(0, len(chosen) - 1, _SCREENED_STEPS).astype(np.intp)
-            by_scenario = [tried(scenario, chosen[spread]) for scenario in static]
-            screened = [candidate for found in by_scenario for candidate in found]
-            gains = [max(candidate.gain for candidate in found) for found in by_scenario]
-            order = np.argsort(-np.array(gains), kind="stable")[:_FINALISTS]
-            static = [static[at] for at in order]
-        for scenario in static:
-            for interval in self.intervals:
-                self.finalists += tried(replace(scenario, interval=interval))
-        again = {self._key(candidate) for candidate in self.finalists}
-        others = [candidate for candidate in screened if self._key(candidate) not in again]
-        return sorted(self.finalists + others, key=lambda c: -c.gain)
-
-    def scenario(self, candidate: Candidate) -> Scenario:
-        """Return the deployment of a candidate."""
-        return replace(
-            self.start,
-            redundant=candidate.redundant,
-            placer=candidate.placer,
-            stage=candidate.stage,
-            interval=candidate.interval,
-        )
-
-    def _key(self, candidate: Candidate) -> tuple[Scenario, str]:
-        return self.scenario(candidate), candidate.router
-
-    def _try(self, scenario: Scenario, sample: NDArray[np.intp] | None) -> list[Candidate]:
-        bench = self.bench
-        old = bench.row(self.start).step_times
-        plan = bench.plan
-        if sample is None:
-            steps = np.arange(plan.middle - plan.first)
-            served = bench.replay(scenario)
-        else:
-            steps = sample
-            served = bench.screen(scenario, sample)
-        target = plan.mask[plan.first + steps]
-        whole = old[steps[target]].mean()
-        return [
-            Candidate(
-                redundant=scenario.redundant,
-                placer=str(scenario.placer),
-                router=row.method,
-                interval=scenario.interval,
-                stage=scenario.stage,
-                steps=int(target.sum()),
-                gain=float(1 - row.step_times[: len(steps)][target].mean() / whole),
-                decode=plan.mean("decode", steps, row.step_times),
-                prefill=plan.mean("prefill", steps, row.step_times),
-                moves=served.moves,
-                memory=self.memory(scenario),
-            )
-            for row in served.rows
-        ]
 
 
 def _facts(
@@ -465,27 +238,6 @@ def _drawn_once(batches: Batches) -> Batches:
     )
 
 
-def _simplest(
-    finalists: Sequence[Candidate],
-    min_gain: float,
-    methods: Sequence[str],
-    placers: Sequence[str],
-) -> Candidate:
-    """Return the simplest candidate of those that are as good as the best."""
-    most = max(candidate.gain for candidate in finalists)
-    enough = most - min((1 - _KEPT) * abs(most), min_gain * (1 - most))
-    return min(
-        (candidate for candidate in finalists if candidate.gain >= enough),
-        key=lambda c: (
-            c.redundant,
-            c.interval is not None,
-            c.stage != "all",
-            methods.index(c.router),
-            placers.index(c.placer),
-        ),
-    )
-
-
 def _times(
     row: ReplayRow, masks: dict[Stage, NDArray[np.intp]], slos: dict[Stage, float | None]
 ) -> dict[str, float]:
@@ -501,7 +253,7 @@ def _times(
     return found
 
 
-def _why(bench: _Bench, start: Scenario, chosen: Scenario, router: str) -> Why:
+def _why(bench: Bench, start: Scenario, chosen: Scenario, router: str) -> Why:
     plan, old = bench.plan, bench.row(start)
     both = {"decode": old.decode, "prefill": old.prefill}
     times = [t for stage, t in both.items() if t is not None and plan.target in (stage, "all")]
@@ -527,18 +279,18 @@ def _mean_tokens(steps: Steps, mask: NDArray[np.bool_]) -> float:
     return float(steps.tokens[mask].mean())
 
 
-def _ladder(bench: _Bench, start: Scenario, chosen: Scenario, router: str) -> dict[str, float]:
+def _ladder(bench: Bench, start: Scenario, chosen: Scenario, router: str) -> dict[str, float]:
     """Return what each change adds to the gain; what does not change is left out."""
     once = replace(chosen, interval=None)
     rungs = {
-        "placement": (replace(once, redundant=start.redundant), _EQUAL_SPLIT),
-        "redundancy": (once, _EQUAL_SPLIT),
+        "placement": (replace(once, redundant=start.redundant), EQUAL_SPLIT),
+        "redundancy": (once, EQUAL_SPLIT),
         "router": (once, router),
         "updates": (chosen, router),
     }
     steps = bench.plan.judged_target
     whole = before = float(bench.row(start).step_times[steps].mean())
-    last: tuple[Scenario, str] = (start, _EQUAL_SPLIT)
+    last: tuple[Scenario, str] = (start, EQUAL_SPLIT)
     added = {}
     for name, rung in rungs.items():
         if rung == last:
@@ -549,17 +301,17 @@ def _ladder(bench: _Bench, start: Scenario, chosen: Scenario, router: str) -> di
     return added
 
 
-def _balanced_time(bench: _Bench, num_gpus: int) -> float:
+def _balanced_time(bench: Bench, num_gpus: int) -> float:
     """Return the mean microseconds of the judged steps if nobody waited for a fuller GPU.
 
-    Experts take what is proven for any placement: a GPU set that holds every expert, all GPUs, is
-    the certificate.
+    Experts take what counting proves for any placement: all GPUs together, which are the
+    certificate, have every expert. Slots matter only where slow GPUs could leave theirs to others.
     """
     plan, time = bench.plan, bench.time
-    steps = plan.first + plan.judged_target
-    traffic = picked(bench.facts, steps)
+    traffic = picked(bench.facts, plan.first + plan.judged_target)
     layers, experts = traffic.batches.load.shape
-    anywhere = Placement(np.tile(np.arange(experts), (layers, num_gpus, 1)), experts)
+    slots = experts if time.pricing.slowness else -(-experts // num_gpus)
+    anywhere = Placement(first_placement(layers, num_gpus, slots, num_experts=experts), experts)
     total = 0.0
     for batch in traffic.batches.chunks(num_gpus):
         stages, tokens, scheduled = traffic.of(batch)
@@ -571,10 +323,10 @@ def _balanced_time(bench: _Bench, num_gpus: int) -> float:
         per_gpu = scheduled / num_gpus
         rest = np.where(stages, time.rest("prefill", per_gpu), time.rest("decode", per_gpu))
         total += float((spent + rest).sum())
-    return total / len(steps)
+    return total / traffic.batches.steps
 
 
-def _costs(bench: _Bench, start: Scenario, chosen: Scenario, best: Candidate) -> Costs:
+def _costs(bench: Bench, start: Scenario, chosen: Scenario, best: Candidate) -> Costs:
     if bench.migration is None:
         return Costs(best.memory, None, None, None)
     old, new = bench.row(start), bench.row(chosen, best.router)
@@ -600,17 +352,17 @@ def _costs(bench: _Bench, start: Scenario, chosen: Scenario, best: Candidate) ->
     )
 
 
-def _memory(
+def _extra_memory(
     shape: ModelShape | None, weights: WeightFormat | str, start: Scenario, scenario: Scenario
 ) -> int | None:
-    """Return the bytes of each GPU beyond those without EPLB."""
+    """Return the bytes that a deployment takes of each GPU beyond those without EPLB."""
     if shape is None:
         return None
-    gpus, window = scenario.num_gpus, scenario.interval or 0
-    moves = scenario.interval is not None
-    needed = partial(memory_per_gpu, shape, gpus, weights=weights)
+    needed = partial(memory_per_gpu, shape, scenario.num_gpus, weights=weights)
     before = needed(start.redundant, moves=False)
-    return needed(scenario.redundant, window_steps=window, moves=moves).total - before.total
+    cycle = scenario.interval
+    after = needed(scenario.redundant, window_steps=cycle or 0, moves=cycle is not None)
+    return after.total - before.total
 
 
 def _require_experts(shape: ModelShape | None, facts: BatchFacts) -> None:
@@ -619,22 +371,21 @@ def _require_experts(shape: ModelShape | None, facts: BatchFacts) -> None:
         raise ValueError(f"{shape.name} has {shape.experts} experts, the traffic {experts}")
 
 
-def _rules(bench: _Bench, num_gpus: int, verdict: Verdict) -> tuple[Rule, ...]:
+def _rules(bench: Bench, num_gpus: int, verdict: Verdict) -> tuple[Rule, ...]:
     """Return vLLM-Ascend's rules of thumb; of prompts, what a GPU runs of them in a step."""
     steps = bench.plan.steps
-    known = {
-        "at most 8 experts per GPU": (bench.num_experts / num_gpus, 8.5),
-        "fewer than 128 tokens per GPU": (_mean_tokens(steps, bench.plan.mask) / num_gpus, 128.0),
-    }
+    experts = bench.num_experts / num_gpus
+    tokens = _mean_tokens(steps, bench.plan.mask) / num_gpus
+    found = [
+        ("at most 8 experts per GPU", experts, experts <= 8),
+        ("fewer than 128 tokens per GPU", tokens, tokens < 128),
+    ]
     if (prefill := steps.of("prefill")).any():
         prompts = _mean_tokens(steps, prefill) / num_gpus
-        known["prefill inputs shorter than 1024"] = (prompts, 1024.0)
-    rules = []
-    for rule, (value, limit) in known.items():
-        against = value < limit
-        agrees = None if verdict is Verdict.UNCLEAR else against == (verdict is Verdict.NO)
-        rules.append(Rule(rule, value, against, agrees))
-    return tuple(rules)
+        found.append(("prefill inputs shorter than 1024", prompts, prompts < 1024))
+    no = verdict is Verdict.NO
+    known = verdict is not Verdict.UNCLEAR
+    return tuple(Rule(*rule, agrees=rule[-1] == no if known else None) for rule in found)
 
 
 def _notes(
@@ -648,8 +399,9 @@ def _notes(
     notes = []
     if drawn:
         notes.append(
-            "batches are drawn from one popularity that never changes: the interval says how sure "
-            "these draws are, and nothing of how traffic varies; record every step to know"
+            f"batches of {facts.batches.tokens} tokens are drawn from one popularity that never "
+            f"changes: the interval says how sure these draws are, and nothing of how traffic "
+            f"varies; record every step to know"
         )
     if warm:
         notes.append(

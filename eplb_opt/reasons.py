@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from eplb_opt.advice import Advice, Verdict
+from eplb_opt.bootstrap import Estimate
 
 __all__ = ["reasons"]
 
@@ -29,10 +30,19 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
+def _less(gain: Estimate) -> str:
+    """Say a gain as less, and a loss as more."""
+    if gain.value >= 0:
+        return f"{gain} less"
+    return f"{Estimate(-gain.value, -gain.high, -gain.low)} more"
+
+
 def _answer(advice: Advice) -> str:
     time = "mean step time" if advice.target == "all" else f"mean {advice.target} time"
     least, best = _percent(advice.min_gain), advice.best
-    measured = f"{advice.gain} less {time} on {advice.parts.target} steps that it was not chosen on"
+    measured = (
+        f"{_less(advice.gain)} {time} on {advice.parts.target} steps that it was not chosen on"
+    )
     if advice.verdict is Verdict.YES:
         return f"Yes: {best.label}. It takes {measured}."
     if advice.verdict is Verdict.NO:
@@ -42,9 +52,8 @@ def _answer(advice: Advice) -> str:
                 f"No: even perfect balance would lower the {time} by {most}, less than the {least} "
                 f"that are asked for."
             )
-        return (
-            f"No: less than {least} are gained. The best that was found, {best.label}: {measured}."
-        )
+        found = f"The best that was found, {best.label}, takes {measured}"
+        return f"No: the gain is below {least}. {found}."
     more = advice.more_steps
     needed = (
         f"record about {more} steps more"
@@ -137,7 +146,7 @@ def _stages(advice: Advice) -> list[str]:
     for name, gain in advice.gains.items():
         stage, figure = name.split()
         if name != f"{advice.target} mean":
-            said.append(f"Of {stage}, {figure}: {gain} less time.")
+            said.append(f"Of {stage}, {figure}: {_less(gain)} time.")
         within = f"{stage} within SLO"
         if figure == "mean" and within in advice.before:
             now, then = advice.after[within], advice.before[within]

@@ -180,6 +180,13 @@ def test_a_communication_bound_deployment_is_not_worth_it(skew: LoadTrace) -> No
     assert "communication-bound" in found.summary()
 
 
+def test_a_deployment_that_waits_for_the_rest_is_not_worth_it(skew: LoadTrace) -> None:
+    """Attention takes a second."""
+    found = advise(skew, num_gpus=GPUS, time=StepTime(BOTH, prefill=Line(1e6)), intervals=[None])
+    assert found.verdict is Verdict.NO
+    assert "bound by the rest" in found.summary()
+
+
 def test_decode_is_routed_by_activated_replicas() -> None:
     """Copies under the equal split activate more and lose; a router that activates few gains."""
     decode = trace(np.ones((240, EXPERTS)), 10)
@@ -195,6 +202,7 @@ def test_decode_is_routed_by_activated_replicas() -> None:
     even = advise(decode, methods=["uniform"], **asked)
     assert even.verdict is Verdict.NO
     assert even.gain.high < 0
+    assert " more mean decode time" in even.reasons[0]
 
 
 def test_each_stage_is_best_served_by_its_own_load() -> None:
