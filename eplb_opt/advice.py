@@ -205,7 +205,7 @@ class Advice:
     gain
         Its gain on other steps: what the verdict hangs on.
     gains
-        The same of each stage, mean and p99: ``decode mean`` and so on.
+        The same of each stage, mean and, with 100 steps or more, p99: ``decode mean`` and so on.
     before, after
         Milliseconds without EPLB and with it, by the same names; with an SLO also
         ``decode within SLO``, shares of steps.

@@ -36,6 +36,7 @@ from eplb_opt.workload import ModelShape, Stage, Workload, model_shape
 __all__ = ["advise"]
 
 _DRAWN_STEPS = 64
+_STEPS_FOR_P99 = 100
 _SHARES = ("experts", "communication", "router", "rest")
 
 
@@ -189,6 +190,7 @@ def advise(
             )
             for stage, mask in masks.items()
             for name, quantile in (("mean", None), ("p99", 0.99))
+            if quantile is None or mask.size >= _STEPS_FOR_P99
         },
         before=_times(old, masks, slos),
         after=_times(new, masks, slos),

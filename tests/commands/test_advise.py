@@ -44,12 +44,13 @@ def trace(tmp_path: Path) -> Path:
 def test_the_answer_is_printed_with_its_reasons(trace: Path) -> None:
     """Yes for prefill, with a table of what was tried."""
     options = ("--gpus", 4, "--target", "prefill", "--model", "mixtral-8x7b", "--prefill-slo", 9)
-    found = run(trace, *options, "--interval", "0,10", "--rest", "900,2")
+    tried = ("--placer", "search", "--interval", "0,10")
+    found = run(trace, *options, *tried, "--rest", "900,2")
     out = " ".join(found.stdout.split())
     assert "20 steps to learn from, 30 to choose by, 30 to judge on" in out
     assert "Yes: " in out
     assert "less mean prefill time" in out
-    assert "84 candidates, the best 12" in out
+    assert "42 candidates, the best 12" in out
     assert "GiB more on each GPU" in out
     assert "within the SLO" in out
     assert found.stderr == ""
