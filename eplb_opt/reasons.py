@@ -112,7 +112,8 @@ def _ladder(advice: Advice) -> list[str]:
     ladder = advice.why.ladder
     rungs = [f"{words[name]} {100 * gain:+.1f}" for name, gain in ladder.items()]
     said = [f"The gain in points: {', '.join(rungs)}."]
-    if "redundancy" in ladder and ladder["redundancy"] < 0:
+    reads = advice.why.tokens_per_activated < advice.why.break_even
+    if reads and ladder.get("redundancy", 0.0) < 0:
         said.append(
             f"Redundant slots alone, as EPLB splits tokens over them, cost "
             f"{_percent(-ladder['redundancy'])}: every copy of a live expert is activated."

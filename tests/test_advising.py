@@ -250,7 +250,7 @@ def test_a_warm_up_is_left_out() -> None:
 
 def test_many_steps_are_screened() -> None:
     """Of 1,600 steps 256 are looked at first, then three deployments are replayed in full."""
-    long = trace(skewed(1600), 400, stage="prefill")
+    long = trace(skewed(1600), 4000, stage="prefill")
     calls: list[tuple[int, int]] = []
     found = advise(
         long,
