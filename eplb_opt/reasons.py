@@ -125,8 +125,8 @@ def _others(advice: Advice) -> list[str]:
     """Say what others gain that people think of first, on the steps to choose by."""
     once = [c for c in advice.candidates if c.interval is None]
     anew = [c.gain for c in advice.candidates if c.interval is not None]
-    fewest = min(c.redundant for c in once)
-    even = [c for c in once if c.redundant > fewest and c.router == "uniform"]
+    # Slots that GPUs must fill are fewer than GPUs, and others come by the GPU.
+    even = [c for c in once if c.redundant >= advice.num_gpus and c.router == "uniform"]
     said = []
     if even:
         eplb = max(even, key=lambda c: c.gain)
@@ -135,7 +135,7 @@ def _others(advice: Advice) -> list[str]:
             f"Redundant slots under the equal split, which EPLB counts on: the best, {eplb.label}, "
             f"{gains}."
         )
-    if anew:
+    if once and anew:
         best = max(c.gain for c in once)
         said.append(f"Placing once gains {_percent(best)} at best, anew {_percent(max(anew))}.")
     return said

@@ -267,6 +267,17 @@ def test_many_steps_are_screened() -> None:
     assert found.gains["prefill p99"].low > 0.1
 
 
+def test_only_what_is_asked_for_is_tried(skew: LoadTrace) -> None:
+    """One placer, one number of slots, always anew; what is asked twice is tried once."""
+    found = advise(
+        skew, num_gpus=GPUS, time=TIME, redundant=[4, 4], placers=["swift"], intervals=[30]
+    )
+    tried = {(c.redundant, c.placer, c.interval) for c in found.candidates}
+    assert tried == {(4, "swift", 30)}
+    assert [c.router for c in found.candidates].count("uniform") == 1
+    assert set(found.why.ladder) >= {"placement", "redundancy", "updates"}
+
+
 def test_what_is_drawn_says_so() -> None:
     """Counts of one step are drawn from; what is drawn does not change."""
     one = LoadTrace(skewed(1)[:, None].astype(np.int64) * 10)
