@@ -16,6 +16,8 @@ except ImportError as error:
         "package, start Python in another folder; to use the sources, pip install -e ."
     ) from error
 
+from eplb_opt.advice import Advice, Verdict
+from eplb_opt.advising import advise
 from eplb_opt.bounds import certified_bound, placement_bound
 from eplb_opt.budget import MoveCurve
 from eplb_opt.demand import count_tokens
@@ -74,6 +76,7 @@ def __getattr__(name: str) -> str:
 __all__ = [
     "MODEL_SHAPES",
     "OBJECTIVES",
+    "Advice",
     "AscendEplb",
     "BreakEven",
     "CollectThenDecide",
@@ -122,9 +125,11 @@ __all__ = [
     "TokenTrace",
     "TransferPlan",
     "Transport",
+    "Verdict",
     "VllmEplb",
     "Workload",
     "Worth",
+    "advise",
     "certified_bound",
     "count_tokens",
     "expert_bytes",

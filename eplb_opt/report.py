@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from eplb_opt.advice import Advice, Candidate
 from eplb_opt.batches import STAGES
 from eplb_opt.comparison import ComparedPlan, PlacementComparison
 from eplb_opt.gap import GapRow, GapStudy
@@ -35,6 +36,7 @@ from eplb_opt.workload import MODEL_SHAPES, Stage
 
 __all__ = [
     "many",
+    "print_advice",
     "print_comparison",
     "print_kernels",
     "print_placement",
@@ -425,6 +427,61 @@ def _stage_table(replay: Replay, stage: Stage, title: str) -> Table:
     for row, *cells in zip(replay.rows, *(cells for _, cells in kept), strict=True):
         table.add_row(Text(row.method), *cells)
     return table
+
+
+def print_advice(advice: Advice, most: int = 12) -> None:
+    """Print the answer, its reasons, and a table of the best candidates."""
+    console = _console()
+    console.print(Text(advice.traffic, style="bold"), soft_wrap=True)
+    parts = advice.parts
+    left_out = f", after {parts.warm_up} left out" if parts.warm_up else ""
+    console.print(
+        f"{many(advice.num_gpus, 'GPU')}, objective {advice.objective}; {parts.learned} steps to "
+        f"learn from{left_out}, {parts.chosen} to choose by, {parts.judged} to judge on\n"
+    )
+    answer, *reasons = advice.reasons
+    console.print(Text(answer, style="bold"))
+    for line in reasons:
+        console.print(Text(f"- {line}"))
+    console.print()
+    console.print(_candidate_table(advice.candidates[:most], len(advice.candidates)))
+    console.print(
+        "\n[dim]gain: less time than without EPLB, mean, on the steps to choose by; ms: of a step;"
+        " GiB: more\non each GPU[/dim]"
+    )
+    for note in advice.notes:
+        console.print(Text(f"note: {note}", style="dim"))
+
+
+def _candidate_table(candidates: Sequence[Candidate], tried: int) -> Table:
+    """Return a row per candidate."""
+    gib = [None if c.memory is None else c.memory / 2**30 for c in candidates]
+    columns = [
+        ("redun-\ndant", [str(c.redundant) for c in candidates]),
+        ("gain\n%", _texts([100 * c.gain for c in candidates])),
+        ("decode\nms", _known_texts([c.decode for c in candidates])),
+        ("prefill\nms", _known_texts([c.prefill for c in candidates])),
+        ("moves", [str(c.moves) for c in candidates]),
+        ("GiB", _known_texts(gib)),
+        ("steps", [str(c.steps) for c in candidates]),
+    ]
+    kept = [(header, cells) for header, cells in columns if any(cells)]
+    shown = f", the best {len(candidates)}" if len(candidates) < tried else ""
+    headers = ("placer", "placed", "by load of", "router", *(header for header, _ in kept))
+    table = _table(f"{tried} candidates{shown}", *headers, left=4)
+    for column in table.columns:
+        column.vertical = "bottom"
+    for candidate, *cells in zip(candidates, *(cells for _, cells in kept), strict=True):
+        c: Candidate = candidate
+        router = c.router if c.redundant else ""
+        table.add_row(Text(c.placer), c.cycle, c.stage, Text(router), *map(str, cells))
+    return table
+
+
+def _known_texts(values: Sequence[float | None]) -> list[str]:
+    """Format values alike; nothing for those that are not known."""
+    texts = _texts([inf if value is None else value for value in values])
+    return ["" if value is None else text for value, text in zip(values, texts, strict=True)]
 
 
 def print_comparison(comparison: PlacementComparison) -> None:
