@@ -299,11 +299,17 @@ class BatchFacts:
 
     @property
     def decode_limit(self) -> int | None:
-        """The most tokens that a decode step has: as given, or the most that a trace calls one."""
+        """The most tokens that a decode step has: as given, or of those that a trace calls so.
+
+        O(steps) where the trace does not tell what was scheduled.
+        """
         known = self.batches.facts
-        if self.most_decode_tokens is not None or known.stage is None or known.scheduled is None:
+        if self.most_decode_tokens is not None or known.stage is None:
             return self.most_decode_tokens
-        return int(known.scheduled[known.stage == "decode"].max(initial=1))
+        if known.scheduled is not None:
+            return int(known.scheduled[known.stage == "decode"].max(initial=1))
+        told = map(self.of, self.batches.chunks(1))
+        return max(int(np.ceil(tokens[stages == 0].max(initial=1))) for stages, tokens, _ in told)
 
     def of(
         self, batch: BatchSteps
@@ -340,7 +346,8 @@ class BatchFacts:
             )
             load += batch.tokens[taken].sum(axis=0)
             steps += int(taken.sum())
-        return Collected(load, steps, self.batches.top_k or self.top_k, self.decode_limit)
+        limit = None if stage == "all" else self.decode_limit
+        return Collected(load, steps, self.batches.top_k or self.top_k, limit)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -356,7 +363,7 @@ class Collected:
     top_k
         Experts per token.
     decode_limit
-        The most tokens that a decode step has; None where that is not known.
+        The most tokens that a decode step has; None where that is not known, or for all stages.
     """
 
     load: NDArray[np.int64]
