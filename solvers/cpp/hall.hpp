@@ -93,6 +93,7 @@ class HallJudge {
 
   private:
     static constexpr std::size_t kTotals = 8;
+    static constexpr float kFar = 6;  // deviations beyond which a set is no risk: 1e-9
     using PerTotal = std::array<float, kTotals>;
 
     struct Moments {
@@ -134,8 +135,11 @@ class HallJudge {
         const auto spread = static_cast<float>(of_.variance);
         const float slope = spread > 0 ? m.with_total / spread : 0.0f;
         const float scale = 1 / std::sqrt(std::max(m.variance - slope * m.with_total, 1e-4f));
+        PerTotal z;
         for (std::size_t q = 0; q < kTotals; ++q)
-            tail[q] = normal_tail((floor_[q] * size + 0.5f - m.mean - slope * ahead_[q]) * scale);
+            z[q] = (floor_[q] * size + 0.5f - m.mean - slope * ahead_[q]) * scale;
+        if (*std::min_element(z.begin(), z.end()) > kFar) return tail;
+        for (std::size_t q = 0; q < kTotals; ++q) tail[q] = normal_tail(z[q]);
         return tail;
     }
     double price(const std::array<double, kTotals>& risk) const {
