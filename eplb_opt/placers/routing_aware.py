@@ -36,7 +36,7 @@ class RoutingAware:
     drawing distinct experts makes them repel each other, ``Cov(e, f) = -u_e u_f`` with
     ``u = sqrt(N / sum(q (1 - q))) q (1 - q)**N`` (Hájek's approximation), which halves the variance
     of n at 32 tokens. The experts with largest p get second copies, as many as single GPUs need not
-    to hold too many live experts that are nowhere else; the hottest get the other copies, which keep
+    to hold too many live experts that are nowhere else; the hottest get the other copies, that keep
     GPUs from having too few (``solvers/cpp/live_copies.hpp``). Slots are then annealed by swaps, on
     the chance of a batch above its floor: set by set on up to 8 GPUs, by the cavity method on more,
     where sets are too many (``hall.hpp``, ``cavity.hpp``).

@@ -81,6 +81,7 @@ class CavityJudge {
           full_(layout.slots().size()),
           forced_(layout.slots().size()),
           held_(layout.gpus()),
+          short_(layout.gpus()),
           fed_(layout.gpus()),
           fits_(layout.gpus(), Lanes::all(1)),
           avoids_(layout.experts(), Lanes::all(1)),
@@ -99,9 +100,11 @@ class CavityJudge {
         for (std::int32_t e = 0; e < layout.experts(); ++e) all = all.with(live_[e], 1);
         spread_ = all.variance;
         for (std::int32_t g = 0; g < layout.gpus(); ++g) {
-            for (const std::int32_t e : layout.on(g))
+            for (const std::int32_t e : layout.on(g)) {
                 if (e >= 0) held_[g] = held_[g].with(live_[e], 1);
-            fed_[g] = fed(held_[g]);
+                short_[g] = short_[g] || e < 0;
+            }
+            fed_[g] = fed(g, held_[g]);
         }
         before_.resize(static_cast<std::size_t>(layout.width() + 1) * (highest_ + 1));
         behind_.resize(before_.size());
@@ -130,7 +133,7 @@ class CavityJudge {
         tried_held_ = {held_[g].with(live_[e], -1).with(live_[f], 1),
                        held_[h].with(live_[f], -1).with(live_[e], 1)};
         tried_fits_ = chance_ * part(on_g.fits, fits_[g]) * part(on_h.fits, fits_[h]) *
-                      part(fed(tried_held_.first), fed_[g]) * part(fed(tried_held_.second), fed_[h]);
+                      part(fed(g, tried_held_.first), fed_[g]) * part(fed(h, tried_held_.second), fed_[h]);
         discount(e, e_forced * on_h.full);
         discount(f, f_forced * on_g.full);
         tried_full_ = {on_g.full, on_h.full};
@@ -147,7 +150,7 @@ class CavityJudge {
         swapped_ = false;
         full_[i] = tried_full_.first, full_[j] = tried_full_.second;
         held_[g] = tried_held_.first, held_[h] = tried_held_.second;
-        for (const std::int32_t gpu : {g, h}) fed_[gpu] = fed(held_[gpu]);
+        for (const std::int32_t gpu : {g, h}) fed_[gpu] = fed(gpu, held_[gpu]);
         force(layout_.expert(i));
         force(layout_.expert(j));
         if (++accepted_ % kEvery == 0) {
@@ -202,8 +205,9 @@ class CavityJudge {
             sum += totals_[q].weight * (chance[q] >= 0 ? std::max(0.0f, 1 - chance[q]) : 1.0f);  // NaN: hopeless
         return sum;
     }
-    // The chance that a GPU has enough live experts.
-    Lanes fed(const Held& held) const {
+    // The chance that a GPU has enough live experts; one with empty slots is not expected to.
+    Lanes fed(std::int32_t gpu, const Held& held) const {
+        if (short_[gpu]) return Lanes::all(1);
         Lanes chance;
         for (int q = 0; q < Lanes::kCount; ++q) {
             const float v = std::max(held.variance[q], 0.0f), left = std::max(spread_[q] - v, 0.0f),
@@ -340,6 +344,7 @@ class CavityJudge {
     std::vector<Joined> without_;       // by slot: P(S <= t), P(S = t) without its expert
     std::vector<Lanes> full_, forced_;  // by slot: x and b above
     std::vector<Held> held_;            // by GPU
+    std::vector<bool> short_;           // by GPU: has empty slots
     std::vector<Lanes> fed_, fits_;     // by GPU: the chance that it has enough; P(S <= t)
     std::vector<Lanes> avoids_;         // by expert: 1 - p prod x
     std::vector<std::uint16_t> links_;  // [gpus, gpus]: experts with two copies that both hold
