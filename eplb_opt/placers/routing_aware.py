@@ -36,9 +36,11 @@ class RoutingAware:
     to the load. An expert visited with chance q is live in N tokens with ``p = 1 - (1 - q)**N``;
     drawing distinct experts makes them repel each other, ``Cov(e, f) = -u_e u_f`` with
     ``u = sqrt(N / sum(q (1 - q))) q (1 - q)**N`` (Hájek's approximation), which halves the variance
-    of n at 32 tokens. Copies go to the largest p per copy. Slots are then annealed by swaps, on the
-    chance of a batch above its floor: set by set on up to 8 GPUs, by the cavity method on more,
-    where sets are too many (``solvers/cpp/hall.hpp``, ``cavity.hpp``).
+    of n at 32 tokens. The experts with largest p get second copies, as many as single GPUs need not
+    to hold too many live experts that are nowhere else; the hottest get the other copies, that keep
+    GPUs from having too few (``solvers/cpp/live_copies.hpp``). Slots are then annealed by swaps, on
+    the chance of a batch above its floor: set by set on up to 8 GPUs, by the cavity method on more,
+    where sets are too many (``hall.hpp``, ``cavity.hpp``).
 
     Without it, every window is a recorded batch of integer token counts. Chances and covariances
     are then as counted. Given 8 batches per slot or more, a second annealing works on their optimal
@@ -70,9 +72,9 @@ class RoutingAware:
 
     Notes
     -----
-    With P slots, S of them on a GPU, and t the floor: 50 P swaps (16,000 at most) at
-    O(2**GPUs + sets changed) on up to 8 GPUs, else O(S t + S²), and O(P t) for every third swap
-    made. Memory O(experts² + GPUs²), with batches also O(batches x experts), per thread.
+    With P slots, S of them on a GPU, and t the floor: 5,300 swaps at O(2**GPUs + sets changed) on
+    up to 8 GPUs, else 50 P (16,000 at most) tried at O(S²), those made at O(S t), every eighth of
+    them at O(P t). Memory O(experts² + GPUs²), with batches also O(batches x experts), per thread.
 
     Examples
     --------

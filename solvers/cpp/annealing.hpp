@@ -10,8 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include "copies.hpp"
-
 namespace eplb {
 
 // Uniform draws, the same on every machine (splitmix64).
@@ -95,20 +93,24 @@ class Layout {
     std::vector<std::int32_t> filled_;
 };
 
-// Copies go to the largest weight per copy. The experts with most copies are placed first, each on the GPUs
-// with most room, so that copies fit apart wherever they can; among equals on the lightest, then the lowest.
-// A copy that finds no GPU is left out. `room` sums to the experts at least; `slots` is [gpus, slots_per_gpu].
-inline void place_apart(std::span<const double> weight, std::span<const std::int32_t> room,
-                        std::span<std::int32_t> slots) {
+// The copies beyond one of each expert that fit apart into `room`, and how many of one expert do.
+struct Spare {
+    std::int32_t copies, most = 0;
+
+    Spare(std::span<const std::int32_t> room, std::int32_t experts) : copies(-experts) {
+        for (const std::int32_t r : room) copies += std::min(r, experts), most += r > 0;
+    }
+};
+
+// The experts with most copies are placed first, each on the GPUs with most room, so that copies fit apart
+// wherever they can; among equals on the lightest by weight per copy, then the lowest. A copy that finds no GPU is
+// left out. `room` sums to the experts at least; `slots` is [gpus, slots_per_gpu].
+inline void place_apart(std::span<const double> weight, std::span<const std::int32_t> copies,
+                        std::span<const std::int32_t> room, std::span<std::int32_t> slots) {
     const auto experts = static_cast<std::int32_t>(weight.size()), gpus = static_cast<std::int32_t>(room.size());
     const std::int32_t width = static_cast<std::int32_t>(slots.size()) / gpus;
-    std::vector<std::int32_t> left(room.begin(), room.end()), copies(experts, 1), order(experts), ranked(gpus);
-    std::int32_t spare = -experts, most = 0;
-    for (std::int32_t& r : left) {
-        r = std::min(r, experts);
-        spare += r, most += r > 0;
-    }
-    grant_copies(weight, copies, spare, most, FewestCopiesFirst{}, [](std::int32_t) {});
+    std::vector<std::int32_t> left(room.begin(), room.end()), order(experts), ranked(gpus);
+    for (std::int32_t& r : left) r = std::min(r, experts);
     std::iota(order.begin(), order.end(), 0);
     std::stable_sort(order.begin(), order.end(), [&](std::int32_t a, std::int32_t b) {
         if (copies[a] != copies[b]) return copies[a] > copies[b];

@@ -7,16 +7,21 @@
 //     x(g, e) = P(S = t | S <= t),   S = sum of independent draws b(f, g) over the other experts f on g,
 // and the chance that all fit is
 //     prod over GPUs of P(S_g <= t)  *  prod over experts of (1 - p_e prod x(g, e))^(1 - copies).
-// Where the GPUs and experts form a tree this is exact, for all GPU sets of Hall's condition at once. It is
-// stationary in x: x may be out of date by a little, and a swap is judged on the two GPUs alone (Bethe's
+// Where the GPUs and experts form a tree this is exact, for all GPU sets of Hall's condition that they join. It
+// is stationary in x: x may be out of date by a little, and a swap is judged on the two GPUs alone (Bethe's
 // approximation; M. Mezard and A. Montanari, Information, Physics, and Computation, 2009, ch. 14).
-// Short cycles are what it does not see: GPUs that share two experts, triangles and squares of GPUs fill up
-// together. They are counted over the experts with two copies, at a price for each.
 //
-// n is taken at four quantiles, at each of which expert e is live with p_e + Cov(e, n) / V (n - mean n). The
-// cost of a layout is the mean of 1 - chance, and the price of its cycles.
-// Time per swap tried O(S t + S^2), S slots of a GPU; per swap made the same, and O(P t) at every kEvery-th.
-// Memory O(P + G^2 + S t).
+// Experts drawn one by one do not add up to n, so that it does not see when a GPU starves: if fewer than
+// n - (G - 1) t live experts have a replica on it, the others cannot take the rest. Their number is taken as
+// normal, with the mean and variance v of independent draws, less v^2 / V as all draws, of variance V, add up
+// to n; the chance of every GPU to have enough is a further factor.
+// Nor does it see short cycles: GPUs that share two experts, triangles and squares of GPUs fill up together.
+// They are counted over the experts with two copies, at a price for each.
+//
+// The cost of a layout is the mean of 1 - chance over `totals` of n, at each of which expert e is live with
+// p_e + Cov(e, n) / V (n - mean n), and the price of its cycles.
+// Time per swap tried O(1) and O(S^2) for cycles, S slots of a GPU; per swap made O(S t), and O(P t) at every
+// kEvery-th. Memory O(P + G^2 + S t).
 #pragma once
 
 #include <algorithm>
@@ -27,14 +32,14 @@
 #include <vector>
 
 #include "annealing.hpp"
-#include "hall.hpp"
 #include "liveness.hpp"
+#include "normal.hpp"
 
 namespace eplb {
 
-// One number for each quantile of the number of live experts.
+// One number for each of the totals of live experts.
 struct Lanes {
-    static constexpr int kCount = 4;
+    static constexpr int kCount = 8;
     std::array<float, kCount> of{};
 
     static Lanes all(float x) {
@@ -70,22 +75,37 @@ class CavityJudge {
 
     CavityJudge(const Liveness& of, Layout& layout)
         : layout_(layout),
+          totals_(totals<Lanes::kCount>(of, layout.filled_gpus())),
           live_(layout.experts()),
+          without_(layout.slots().size()),
           full_(layout.slots().size()),
           forced_(layout.slots().size()),
+          held_(layout.gpus()),
+          short_(layout.gpus()),
+          fed_(layout.gpus()),
           fits_(layout.gpus(), Lanes::all(1)),
           avoids_(layout.experts(), Lanes::all(1)),
           links_(static_cast<std::size_t>(layout.gpus()) * layout.gpus(), 0),
           linked_(layout.experts(), false) {
-        const double deviation = std::sqrt(of.variance);
         for (int q = 0; q < Lanes::kCount; ++q) {
-            const double n = std::max(0.0, std::round(of.mean + deviation * kQuartersOfNormal[q]));
-            level_[q] = std::min(layout.width(), static_cast<std::int32_t>(std::ceil(n / layout.filled_gpus())));
+            const Total& total = totals_[q];
+            const auto level = static_cast<std::int32_t>(total.floor);
+            level_[q] = std::min(layout.width(), level);
             highest_ = std::max(highest_, level_[q]);
+            needed_[q] = static_cast<float>(total.live - (layout.filled_gpus() - 1) * total.floor);
             for (std::int32_t e = 0; e < layout.experts(); ++e)
-                live_[e][q] = static_cast<float>(of.live_given(e, n));
+                live_[e][q] = static_cast<float>(of.live_given(e, total.live));
         }
-        counts_.resize(highest_ + 1);
+        Held all;
+        for (std::int32_t e = 0; e < layout.experts(); ++e) all = all.with(live_[e], 1);
+        spread_ = all.variance;
+        for (std::int32_t g = 0; g < layout.gpus(); ++g) {
+            for (const std::int32_t e : layout.on(g)) {
+                if (e >= 0) held_[g] = held_[g].with(live_[e], 1);
+                short_[g] = short_[g] || e < 0;
+            }
+            fed_[g] = fed(g, held_[g]);
+        }
         before_.resize(static_cast<std::size_t>(layout.width() + 1) * (highest_ + 1));
         behind_.resize(before_.size());
         converge();
@@ -109,8 +129,11 @@ class CavityJudge {
         const std::int32_t e = layout_.expert(i), f = layout_.expert(j), g = layout_.gpu_of(i),
                            h = layout_.gpu_of(j);
         const Lanes e_forced = forced_without(e, i), f_forced = forced_without(f, j);
-        Joined on_g = join(g, i, f_forced), on_h = join(h, j, e_forced);
-        tried_fits_ = chance_ * part(on_g.fits, fits_[g]) * part(on_h.fits, fits_[h]);
+        const Joined on_g = join(i, f_forced), on_h = join(j, e_forced);
+        tried_held_ = {held_[g].with(live_[e], -1).with(live_[f], 1),
+                       held_[h].with(live_[f], -1).with(live_[e], 1)};
+        tried_fits_ = chance_ * part(on_g.fits, fits_[g]) * part(on_h.fits, fits_[h]) *
+                      part(fed(g, tried_held_.first), fed_[g]) * part(fed(h, tried_held_.second), fed_[h]);
         discount(e, e_forced * on_h.full);
         discount(f, f_forced * on_g.full);
         tried_full_ = {on_g.full, on_h.full};
@@ -126,6 +149,8 @@ class CavityJudge {
         if (!swapped_) layout_.swap(i, j);
         swapped_ = false;
         full_[i] = tried_full_.first, full_[j] = tried_full_.second;
+        held_[g] = tried_held_.first, held_[h] = tried_held_.second;
+        for (const std::int32_t gpu : {g, h}) fed_[gpu] = fed(gpu, held_[gpu]);
         force(layout_.expert(i));
         force(layout_.expert(j));
         if (++accepted_ % kEvery == 0) {
@@ -136,7 +161,6 @@ class CavityJudge {
                 for (const std::int32_t e : layout_.on(gpu))
                     if (e >= 0 && layout_.copies(e) > 1) force(e);
             }
-            for (const std::int32_t gpu : {g, h}) fits_[gpu] = join(gpu, -1, Lanes{}).fits;
         }
         chance_ = total();
     }
@@ -159,17 +183,39 @@ class CavityJudge {
     }
 
   private:
-    static constexpr int kSweeps = 30, kEvery = 3;
-    static constexpr double kPair = 0.1, kTriangle = 0.02, kSquare = 0.03;
+    static constexpr int kSweeps = 30, kEvery = 8;
+    static constexpr double kPair = 0.03, kTriangle = 0.005, kSquare = 0.03;
 
     struct Joined {
         Lanes fits, full;
     };
+    // Of the number of live experts with a replica on a GPU.
+    struct Held {
+        Lanes mean, variance;
+
+        Held with(const Lanes& live, float times) const {
+            const Lanes more = Lanes::all(times) * live;
+            return {mean + more, variance + more * (Lanes::all(1) - live)};
+        }
+    };
 
     double violated(const Lanes& chance) const {
         double sum = 0;
-        for (const float c : chance.of) sum += c >= 1 ? 0.0 : c >= 0 ? 1.0 - c : 1.0;  // NaN: hopeless
-        return sum / Lanes::kCount;
+        for (int q = 0; q < Lanes::kCount; ++q)
+            sum += totals_[q].weight * (chance[q] >= 0 ? std::max(0.0f, 1 - chance[q]) : 1.0f);  // NaN: hopeless
+        return sum;
+    }
+    // The chance that a GPU has enough live experts; one with empty slots is not expected to.
+    Lanes fed(std::int32_t gpu, const Held& held) const {
+        if (short_[gpu]) return Lanes::all(1);
+        Lanes chance;
+        for (int q = 0; q < Lanes::kCount; ++q) {
+            const float v = std::max(held.variance[q], 0.0f), left = std::max(spread_[q] - v, 0.0f),
+                        spare = held.mean[q] - needed_[q] + 0.5f;
+            const float deviation = std::sqrt(std::max(v * part(left, spread_[q]), 1e-4f));
+            chance[q] = 1 - normal_tail(spare / deviation);
+        }
+        return chance;
     }
 
     // The chance that `e` has to go where its slot `slot` is.
@@ -188,8 +234,9 @@ class CavityJudge {
     static Lanes not_certain(const Lanes& chance) {
         return Lanes::each(chance, chance, [](float c, float) { return std::max(1 - c, 1e-6f); });
     }
+    static float part(float of, float whole) { return whole > 0 ? of / whole : 1.0f; }
     static Lanes part(const Lanes& of, const Lanes& whole) {
-        return Lanes::each(of, whole, [](float x, float y) { return y > 0 ? x / y : 1.0f; });
+        return Lanes::each(of, whole, [](float x, float y) { return part(x, y); });
     }
 
     static void convolve(const Lanes* from, const Lanes& forced, std::int32_t highest, Lanes* to) {
@@ -197,56 +244,38 @@ class CavityJudge {
         for (std::int32_t k = highest; k > 0; --k) to[k] = from[k] * free + from[k - 1] * forced;
         to[0] = from[0] * free;
     }
-    Lanes at_level(const Lanes* counts) const {
-        Lanes at;
-        for (int q = 0; q < Lanes::kCount; ++q) at[q] = counts[level_[q]][q];
-        return at;
-    }
-    Lanes up_to_level(const Lanes* counts) const {
-        Lanes sum;
-        for (int q = 0; q < Lanes::kCount; ++q)
-            for (std::int32_t k = 0; k <= level_[q]; ++k) sum[q] += counts[k][q];
-        return sum;
-    }
 
     // What a newcomer forced with this chance finds on a GPU from which slot `left` has gone.
-    Joined join(std::int32_t gpu, std::int32_t left, const Lanes& newcomer) {
-        std::fill(counts_.begin(), counts_.end(), Lanes{});
-        counts_[0] = Lanes::all(1);
-        std::int32_t held = 0;
-        for (std::int32_t s = gpu * layout_.width(); s < (gpu + 1) * layout_.width(); ++s)
-            if (s != left && layout_.expert(s) >= 0)
-                convolve(counts_.data(), forced_[s], held = std::min(held + 1, highest_), counts_.data());
-        const Lanes fits = up_to_level(counts_.data()), top = at_level(counts_.data());
-        return {fits - newcomer * top, part(top, fits)};
+    Joined join(std::int32_t left, const Lanes& newcomer) const {
+        const auto& [fits, full] = without_[left];
+        return {fits - newcomer * full, part(full, fits)};
     }
 
-    // What a GPU tells each of its experts with further copies, by the counts of those before and behind it.
+    // What a GPU is without each of its experts, by the counts of those before and behind it. Counts before
+    // start at highest - level, so that all lanes are full at `highest`.
     void tell(std::int32_t gpu) {
         const std::int32_t width = layout_.width(), row = highest_ + 1, first = gpu * width;
         const auto forced = [&](std::int32_t s) { return layout_.expert(s) < 0 ? Lanes{} : forced_[s]; };
         std::fill_n(before_.begin(), row, Lanes{});
-        before_[0] = Lanes::all(1);
+        for (int q = 0; q < Lanes::kCount; ++q) before_[highest_ - level_[q]][q] = 1;
         for (std::int32_t s = 0; s < width; ++s)
             convolve(&before_[s * row], forced(first + s), highest_, &before_[(s + 1) * row]);
         std::fill_n(behind_.begin() + width * row, row, Lanes{});
         behind_[width * row] = Lanes::all(1);
         for (std::int32_t s = width - 1; s >= 0; --s)
             convolve(&behind_[(s + 1) * row], forced(first + s), highest_, &behind_[s * row]);
-        fits_[gpu] = up_to_level(&before_[width * row]);
+        fits_[gpu] = Lanes{};
+        for (std::int32_t k = 0; k <= highest_; ++k) fits_[gpu] = fits_[gpu] + before_[width * row + k];
         for (std::int32_t s = 0; s < width; ++s) {
-            const std::int32_t e = layout_.expert(first + s);
-            if (e < 0 || layout_.copies(e) < 2) continue;
             const Lanes *a = &before_[s * row], *b = &behind_[(s + 1) * row];
-            for (int q = 0; q < Lanes::kCount; ++q) {
-                float at = 0, up_to = 0, below = 0;
-                for (std::int32_t k = 0; k <= level_[q]; ++k) {
-                    below += b[k][q];
-                    at += a[level_[q] - k][q] * b[k][q];
-                    up_to += a[level_[q] - k][q] * below;
-                }
-                full_[first + s][q] = up_to > 0 ? at / up_to : 1.0f;
+            Lanes below, at, up_to;
+            for (std::int32_t k = 0; k <= highest_; ++k) {
+                below = below + b[k];
+                at = at + a[highest_ - k] * b[k];
+                up_to = up_to + a[highest_ - k] * below;
             }
+            without_[first + s] = {up_to, at};
+            full_[first + s] = part(at, up_to);
         }
     }
     void sweep() {
@@ -255,7 +284,7 @@ class CavityJudge {
     }
     Lanes total() const {
         Lanes chance = Lanes::all(1);
-        for (const Lanes& fits : fits_) chance = chance * fits;
+        for (std::int32_t g = 0; g < layout_.gpus(); ++g) chance = chance * fits_[g] * fed_[g];
         for (std::int32_t e = 0; e < layout_.experts(); ++e)
             for (std::int32_t k = 1; k < layout_.copies(e); ++k) chance = chance / avoids_[e];
         return chance;
@@ -310,13 +339,18 @@ class CavityJudge {
     }
 
     Layout& layout_;
+    std::array<Total, Lanes::kCount> totals_;
     std::vector<Lanes> live_;
+    std::vector<Joined> without_;       // by slot: P(S <= t), P(S = t) without its expert
     std::vector<Lanes> full_, forced_;  // by slot: x and b above
-    std::vector<Lanes> fits_;           // by GPU: P(S <= t)
+    std::vector<Held> held_;            // by GPU
+    std::vector<bool> short_;           // by GPU: has empty slots
+    std::vector<Lanes> fed_, fits_;     // by GPU: the chance that it has enough; P(S <= t)
     std::vector<Lanes> avoids_;         // by expert: 1 - p prod x
     std::vector<std::uint16_t> links_;  // [gpus, gpus]: experts with two copies that both hold
     std::array<std::int32_t, Lanes::kCount> level_{};
     std::int32_t highest_ = 0;
+    Lanes needed_, spread_;  // live experts that a GPU needs; the variance of all draws
     std::vector<bool> linked_;
     Lanes chance_ = Lanes::all(1);
     double cycles_ = 0, cycles_before_ = 0, square_price_ = 0;
@@ -325,8 +359,9 @@ class CavityJudge {
 
     std::pair<std::int32_t, std::int32_t> tried_{-1, -1};
     std::pair<Lanes, Lanes> tried_full_;
+    std::pair<Held, Held> tried_held_;
     Lanes tried_fits_;
-    std::vector<Lanes> counts_, before_, behind_;
+    std::vector<Lanes> before_, behind_;
 };
 
 }  // namespace eplb

@@ -6,7 +6,7 @@
 // to X, c its covariance with n, V the variance of n, it has mean m + c / V (n - mean n) and variance
 // v - c^2 / V. With Q(X) the chance that it is above t |X|, the expected number of sets that are is sum Q(X),
 // and the chance that there is one about 1 - exp(-sum Q(X)), as if they came in independent clumps. The cost
-// of a layout is its mean over kTotals quantiles of n. It needs no batch and so cannot overfit to any.
+// of a layout is its mean over `totals` of n. It needs no batch and so cannot overfit to any.
 //
 // All 2^G sets are kept; a swap changes those alone that confine an expert before and not after, or the other
 // way round. Time per swap tried O(2^G + changed sets), per swap made O(changed sets x E). Memory O(2^G E).
@@ -21,38 +21,25 @@
 
 #include "annealing.hpp"
 #include "liveness.hpp"
+#include "normal.hpp"
 
 namespace eplb {
 
 constexpr std::int32_t kHallGpus = 8;
-
-// P(Z > z) of a normal Z to 3e-7, without an exponential (Abramowitz and Stegun, 7.1.28).
-inline float normal_tail(float z) {
-    const float y = std::abs(z) * 0.70710678f;
-    float d = 1 + y * (0.0705230784f +
-                       y * (0.0422820123f +
-                            y * (0.0092705272f + y * (0.0001520143f + y * (0.0002765672f + y * 0.0000430638f)))));
-    d *= d, d *= d, d *= d, d *= d;
-    const float tail = 0.5f / d;
-    return z < 0 ? 1 - tail : tail;
-}
-
-// The middles of four or eight equally likely parts of a normal, as deviations from its mean.
-constexpr std::array<double, 4> kQuartersOfNormal{-1.15035, -0.31864, 0.31864, 1.15035};
-constexpr std::array<double, 8> kEighthsOfNormal{-1.53412, -0.88715, -0.48878, -0.15731,
-                                                 0.15731,  0.48878,  0.88715,  1.53412};
 
 class HallJudge {
   public:
     static constexpr bool kExact = true;
 
     HallJudge(const Liveness& of, Layout& layout)
-        : of_(of), layout_(layout), holders_(layout.experts(), 0), sets_(std::size_t{1} << layout.gpus()) {
-        const double deviation = std::sqrt(of.variance);
+        : of_(of),
+          layout_(layout),
+          totals_(totals<kTotals>(of, layout.filled_gpus())),
+          holders_(layout.experts(), 0),
+          sets_(std::size_t{1} << layout.gpus()) {
         for (std::size_t q = 0; q < kTotals; ++q) {
-            const double n = std::max(0.0, std::round(of.mean + deviation * kEighthsOfNormal[q]));
-            ahead_[q] = static_cast<float>(n - of.mean);
-            floor_[q] = static_cast<float>(std::ceil(n / layout.filled_gpus()));
+            ahead_[q] = static_cast<float>(totals_[q].live - of.mean);
+            floor_[q] = static_cast<float>(totals_[q].floor);
         }
         for (std::int32_t e = 0; e < layout.experts(); ++e)
             for (const std::int32_t s : layout.slots_of(e)) holders_[e] |= bit(layout.gpu_of(s));
@@ -105,7 +92,8 @@ class HallJudge {
     void reject() {}
 
   private:
-    static constexpr std::size_t kTotals = kEighthsOfNormal.size();
+    static constexpr std::size_t kTotals = 8;
+    static constexpr float kFar = 6;  // deviations beyond which a set is no risk: 1e-9
     using PerTotal = std::array<float, kTotals>;
 
     struct Moments {
@@ -147,14 +135,17 @@ class HallJudge {
         const auto spread = static_cast<float>(of_.variance);
         const float slope = spread > 0 ? m.with_total / spread : 0.0f;
         const float scale = 1 / std::sqrt(std::max(m.variance - slope * m.with_total, 1e-4f));
+        PerTotal z;
         for (std::size_t q = 0; q < kTotals; ++q)
-            tail[q] = normal_tail((floor_[q] * size + 0.5f - m.mean - slope * ahead_[q]) * scale);
+            z[q] = (floor_[q] * size + 0.5f - m.mean - slope * ahead_[q]) * scale;
+        if (*std::min_element(z.begin(), z.end()) > kFar) return tail;
+        for (std::size_t q = 0; q < kTotals; ++q) tail[q] = normal_tail(z[q]);
         return tail;
     }
-    static double price(const std::array<double, kTotals>& risk) {
+    double price(const std::array<double, kTotals>& risk) const {
         double sum = 0;
-        for (const double r : risk) sum += 1 - std::exp(-r);
-        return sum / kTotals;
+        for (std::size_t q = 0; q < kTotals; ++q) sum += totals_[q].weight * (1 - std::exp(-risk[q]));
+        return sum;
     }
     void price_all() {
         risk_ = {};
@@ -167,6 +158,7 @@ class HallJudge {
 
     const Liveness& of_;
     Layout& layout_;
+    std::array<Total, kTotals> totals_;
     std::vector<std::uint32_t> holders_;
     std::vector<Set> sets_;
     PerTotal ahead_{}, floor_{};

@@ -9,9 +9,14 @@
 // about half of what independent experts would have at 32 tokens, and within a tenth of what is drawn.
 // From batches: means and covariances as counted.
 // Time O(E^2), or O(batches x live experts^2).
+//
+// What a placement does to batches is averaged over n, taken as normal. Batches that leave little room at their
+// floor t = ceil(n / G) decide: `totals` takes quantiles of n where those with a slack of s = t G - n count
+// 1 / (1 + s), and weights each by 1 + s in turn (importance sampling).
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <numeric>
@@ -47,6 +52,34 @@ struct Liveness {
         variance = std::max(0.0, std::accumulate(with_total.begin(), with_total.end(), 0.0));
     }
 };
+
+// A number of live experts, its floor, and the share of batches that it stands for.
+struct Total {
+    double live = 0, floor = 0, weight = 0;
+};
+
+template <std::size_t Count>
+std::array<Total, Count> totals(const Liveness& of, std::int32_t gpus) {
+    const double reach = 4 * std::sqrt(of.variance);
+    std::vector<Total> every;
+    double all = 0, urgent = 0;
+    const auto room = [&](const Total& t) { return 1 + t.floor * gpus - t.live; };
+    const double last = std::min(of.mean + reach + 0.5, static_cast<double>(of.experts()));
+    for (double n = std::max(0.0, std::round(of.mean - reach)); n <= last; ++n) {
+        const double z = reach > 0 ? 4 * (n - of.mean) / reach : 0.0;
+        every.push_back({n, std::ceil(n / gpus), std::exp(-0.5 * z * z)});
+        all += every.back().weight, urgent += every.back().weight / room(every.back());
+    }
+    std::array<Total, Count> chosen;
+    std::size_t q = 0;
+    double passed = 0;
+    for (const Total& t : every) {
+        passed += t.weight / room(t);
+        for (; q < Count && passed * Count >= urgent * (static_cast<double>(q) + 0.5); ++q)
+            chosen[q] = {t.live, t.floor, urgent / all * room(t) / Count};
+    }
+    return chosen;
+}
 
 // The chance that a token visits each expert; a layer without load is visited evenly.
 inline std::vector<double> visits(std::span<const double> load, std::int32_t top_k) {

@@ -1,6 +1,6 @@
 // Placements for optimally routed batches.
 //
-// 1. Copies by how often experts are live: one more, again and again, for the largest chance per copy.
+// 1. Copies by how often experts are live (live_copies.hpp).
 // 2. Slots, by annealing swaps on the chance that a batch is above its floor: set by set up to kHallGpus GPUs
 //    (hall.hpp), by the cavity method beyond (cavity.hpp).
 // 3. Given batches, from there on by annealing on their optimal routings (batch_annealing.hpp).
@@ -14,7 +14,9 @@
 #include "annealing.hpp"
 #include "batch_annealing.hpp"
 #include "cavity.hpp"
+#include "copies.hpp"
 #include "hall.hpp"
+#include "live_copies.hpp"
 #include "liveness.hpp"
 
 namespace eplb {
@@ -22,23 +24,24 @@ namespace eplb {
 // `room` is the slots that each GPU may fill, at least as many as experts in all; `slots` [gpus, slots].
 inline void place_for_liveness(const Liveness& of, std::span<const std::int32_t> room,
                                std::span<std::int32_t> slots) {
-    constexpr std::int64_t kPerSlot = 50, kMost = 16000, kWork = 1'400'000;
+    constexpr std::int64_t kSetBySet = 5300, kPerSlot = 50, kMost = 16000, kWork = 1'400'000;
     const auto gpus = static_cast<std::int32_t>(room.size());
-    place_apart(of.live, room, slots);
+    const Spare spare(room, of.experts());
+    place_apart(of.live, copies_for_liveness(of, spare.most, spare.copies, spare.most), room, slots);
     Layout layout(slots, gpus, of.experts());
-    std::int64_t proposals = std::min(kPerSlot * static_cast<std::int64_t>(slots.size()), kMost);
-    const auto done = [&](std::int64_t made) {
-        return static_cast<double>(made) / static_cast<double>(proposals);
-    };
     Draws draws(1);
+    const auto annealed = [&](auto& judge, std::int64_t proposals, const Cooling& cooling) {
+        anneal(layout, judge, cooling, draws,
+               [&](std::int64_t made) { return static_cast<double>(made) / static_cast<double>(proposals); });
+    };
     if (gpus <= kHallGpus) {
-        proposals /= 3;  // at several times the cost of one by the cavity method
         HallJudge judge(of, layout);
-        anneal(layout, judge, Cooling{1e-2, 2e-5}, draws, done);
+        annealed(judge, kSetBySet, Cooling{2e-3, 1e-5});
     } else {
         CavityJudge judge(of, layout);
-        proposals = std::min(proposals, kWork / judge.work_per_swap());
-        anneal(layout, judge, Cooling{5e-3, 2e-6}, draws, done);
+        const auto slot_count = static_cast<std::int64_t>(slots.size());
+        annealed(judge, std::min({kPerSlot * slot_count, kMost, kWork / judge.work_per_swap()}),
+                 Cooling{5e-3, 2e-6});
     }
 }
 
@@ -86,7 +89,10 @@ void place_for_solved(std::span<const std::int64_t> tokens, std::span<const std:
     std::vector<double> load(experts, 0.0);
     for (std::size_t i = 0; i < tokens.size(); ++i) load[i % experts] += static_cast<double>(tokens[i]);
     std::vector<std::int32_t> by_tokens(slots.size());
-    place_apart(load, room, by_tokens);
+    const Spare spare(room, experts);
+    std::vector<std::int32_t> copies(experts, 1);
+    grant_copies(load, copies, spare.copies, spare.most, FewestCopiesFirst{}, [](std::int32_t) {});
+    place_apart(load, copies, room, by_tokens);
     double start = makespan(slots);
     if (const double packed = makespan(by_tokens); packed < start) {
         start = packed;

@@ -1211,7 +1211,12 @@ void test_routing_aware(Random& random) {
         const auto tokens = random.between(1, 40);
         const Liveness of =
             liveness_of_loads(load, tokens, static_cast<std::int32_t>(random.between(1, std::min(4, experts))));
-        place_apart(of.live, room, slots);
+        const Spare spare(room, experts);
+        const Ids copies = copies_for_liveness(of, spare.most, spare.copies, spare.most);
+        check(std::all_of(copies.begin(), copies.end(), [&](int c) { return c >= 1 && c <= spare.most; }),
+              "copies fit apart");
+        check(std::reduce(copies.begin(), copies.end()) <= experts + spare.copies, "copies fit");
+        place_apart(of.live, copies, room, slots);
         Layout layout(slots, gpus, experts);
         for (std::int32_t e = 0; e < experts; ++e) check(layout.copies(e) > 0, "every expert has a slot");
 
