@@ -405,7 +405,7 @@ def test_a_scenarios_loop_collects_its_stage_by_the_largest_decode_step() -> Non
 def test_a_routing_aware_loop_is_told_the_mean_batch() -> None:
     """Methods that place for a router get tokens per batch from the window."""
     facts = facts_of(counts(24, seed=2, most=8))
-    scenario = Scenario(4, 4, "routing-aware:work=1000", interval=8)
+    scenario = Scenario(4, 4, "routing-aware", interval=8)
     answer = scenario.replay(facts, ["matching"], first_step=8, time=TIME)
     assert len(answer.decisions) == 2
 

@@ -18,7 +18,6 @@ from eplb_opt.pricing import core_pricing
 from eplb_opt.workload import Workload, visit_chances
 
 _ACTIVATIONS, _TOKENS = Objective.of("activations"), Objective.of("tokens")
-_PER_SLOT = 8  # batches, for a placement not to be fitted to chance
 _DRAWN = 48  # batches per layer, where loads are given and the objective needs batches
 _DRAWN_SINGLY = 2**12  # tokens of a batch up to which each is drawn
 
@@ -43,8 +42,8 @@ class RoutingAware:
     where sets are too many (``hall.hpp``, ``cavity.hpp``).
 
     Without it, every window is a recorded batch of integer token counts. Chances and covariances
-    are then as counted. Given 8 batches per slot or more, a second annealing works on their optimal
-    routings, repaired after every swap (``batch_annealing.hpp``); fewer would be fitted to chance.
+    are then as counted. Annealing on the optimal routings of these batches would be fitted to
+    chance: it raises the makespan of others (``batch_annealing.hpp``).
 
     Any other objective is annealed on batches, solved anew after every swap by `flow` or a short
     `makespan` search, from that placement or from a packing by tokens, whichever is faster; from
@@ -57,8 +56,8 @@ class RoutingAware:
     Parameters
     ----------
     work
-        How long a layer is annealed on batches: batches rerouted and GPUs searched, some ten
-        million a second; a hundredth as many batches solved for other objectives. 0: not at all.
+        How many batches are solved in annealing a layer for another objective than activated
+        replicas; some hundred thousand a second. 0: none.
 
     Raises
     ------
@@ -94,7 +93,7 @@ class RoutingAware:
         takes=frozenset({"tokens_per_batch", "objective"}),
     )
 
-    work: int = 20_000_000
+    work: int = 200_000
 
     def __post_init__(self) -> None:
         as_integer(self.work, "routing-aware: work", least=0, most=2**63 - 1)
@@ -120,15 +119,10 @@ class RoutingAware:
             _core.place_for_loads(load, room, batches.tokens, batches.top_k, threads, slots)
             if objective != _ACTIVATIONS:
                 recorded = _drawn(load, batches.tokens, batches.top_k)
-        if recorded is not None and self.work:
-            if objective == _ACTIVATIONS:
-                if recorded.shape[1] >= _PER_SLOT * slots[0].size:
-                    _core.anneal_activations(recorded, self.work, threads, slots)
-            else:
-                priced = objective != _TOKENS
-                pricing = core_pricing(objective, problem.num_gpus) if priced else None
-                work = max(1, self.work // 100)
-                _core.anneal_objective(recorded, room, work, threads, slots, pricing)
+        if recorded is not None and objective != _ACTIVATIONS and self.work:
+            priced = objective != _TOKENS
+            pricing = core_pricing(objective, problem.num_gpus) if priced else None
+            _core.anneal_objective(recorded, room, self.work, threads, slots, pricing)
         previous = problem.old_slots()
         if previous is not None:
             _core.keep_slots(previous, slots)

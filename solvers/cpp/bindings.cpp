@@ -711,18 +711,6 @@ void place_for_live_batches(Tokens tokens, Rooms room, int threads, Slots slots)
     });
 }
 
-void anneal_activations(Tokens tokens, std::int64_t work, int threads, Slots slots) {
-    require_batches(tokens, slots);
-    require_experts(slots, tokens.shape(2));
-    const auto experts = static_cast<std::int32_t>(tokens.shape(2)),
-               gpus = static_cast<std::int32_t>(slots.shape(1));
-    with_words(gpus, [&]<int W>() {
-        each_layer_alone(tokens.shape(0), threads, [&](std::size_t l) {
-            place_for_activations<W>(batches_of(tokens, l), gpus, work, experts, slots_of(slots, l));
-        });
-    });
-}
-
 // Of any objective; without a pricing, of tokens alone.
 void anneal_objective(Tokens tokens, Rooms room, std::int64_t work, int threads, Slots slots,
                       const Pricing* pricing) {
@@ -812,8 +800,6 @@ NB_MODULE(_core, m) {
           "threads"_a, "slots"_a.noconvert());
     m.def("place_for_live_batches", &place_for_live_batches, "tokens"_a.noconvert(), "room"_a.noconvert(),
           "threads"_a, "slots"_a.noconvert());
-    m.def("anneal_activations", &anneal_activations, "tokens"_a.noconvert(), "work"_a, "threads"_a,
-          "slots"_a.noconvert());
     m.def("anneal_objective", &anneal_objective, "tokens"_a.noconvert(), "room"_a.noconvert(), "work"_a,
           "threads"_a, "slots"_a.noconvert(), "pricing"_a.none());
 }

@@ -3,7 +3,7 @@
 // 1. Copies by how often experts are live (live_copies.hpp).
 // 2. Slots, by annealing swaps on the chance that a batch is above its floor: set by set up to kHallGpus GPUs
 //    (hall.hpp), by the cavity method beyond (cavity.hpp).
-// 3. Given batches, from there on by annealing on their optimal routings (batch_annealing.hpp).
+// 3. For other objectives than activations, from there on by annealing on solved batches (batch_annealing.hpp).
 #pragma once
 
 #include <algorithm>
@@ -45,46 +45,17 @@ inline void place_for_liveness(const Liveness& of, std::span<const std::int32_t>
     }
 }
 
-// Anneals on batches until `max_work` is done, or all are at their floor; make(layout, tokens) makes a judge.
-// `tokens` is [batches, experts]. Their mean makespan does not rise.
-template <class Make>
-void place_for_batches(std::span<const std::int64_t> tokens, std::int32_t gpus, const Cooling& cooling,
-                       std::int64_t max_work, std::int32_t experts, std::span<std::int32_t> slots, Make&& make) {
-    Layout layout(slots, gpus, experts);
-    const std::vector<std::int32_t> start(slots.begin(), slots.end());
-    auto judge = make(layout, tokens);
-    const double before = judge.makespan();
-    const std::int64_t begin = judge.work();
-    Draws draws(2);
-    anneal(layout, judge, cooling, draws, [&](std::int64_t made) {
-        if (judge.cost() < judge.least_cost()) return 1.0;
-        return static_cast<double>(judge.work() - begin + made) / static_cast<double>(max_work);
-    });
-    if (make(layout, tokens).makespan() > before) layout.restore(start);
-}
-
-// The fewest activated replicas on the fullest GPU; for up to W * 64 GPUs.
-template <int W>
-void place_for_activations(std::span<const std::int64_t> tokens, std::int32_t gpus, std::int64_t max_work,
-                           std::int32_t experts, std::span<std::int32_t> slots) {
-    place_for_batches(
-        tokens, gpus, Cooling{1e-2, 1e-4}, max_work, experts, slots,
-        [](Layout& layout, std::span<const std::int64_t> of) { return RoutedBatches<W>(layout, of); });
-}
-
-// What solve(layer, tokens of a batch) makes the makespan; from `slots`, or from a packing by tokens where that
-// is faster.
+// Slots by the mean of what solve(layer, tokens of a batch) makes the makespan, which does not rise: from `slots`,
+// or from a packing by tokens where that is faster, until `max_work` batches are solved. `tokens` is [batches,
+// experts].
 template <class Solve>
 void place_for_solved(std::span<const std::int64_t> tokens, std::span<const std::int32_t> room,
                       std::int64_t max_work, std::int32_t experts, std::span<std::int32_t> slots,
                       const Solve& solve) {
     const auto gpus = static_cast<std::int32_t>(room.size());
-    const auto make = [&](Layout& layout, std::span<const std::int64_t> of) {
-        return SolvedBatches(layout, of, solve);
-    };
     const auto makespan = [&](std::span<std::int32_t> of) {
         Layout layout(of, gpus, experts);
-        return make(layout, tokens).makespan();
+        return SolvedBatches(layout, tokens, solve).cost();
     };
     std::vector<double> load(experts, 0.0);
     for (std::size_t i = 0; i < tokens.size(); ++i) load[i % experts] += static_cast<double>(tokens[i]);
@@ -98,7 +69,16 @@ void place_for_solved(std::span<const std::int64_t> tokens, std::span<const std:
         start = packed;
         std::copy(by_tokens.begin(), by_tokens.end(), slots.begin());
     }
-    place_for_batches(tokens, gpus, Cooling{1e-3 * start, 1e-5 * start}, max_work, experts, slots, make);
+    const std::vector<std::int32_t> first(slots.begin(), slots.end());
+    Layout layout(slots, gpus, experts);
+    SolvedBatches judge(layout, tokens, solve);
+    const std::int64_t begin = judge.work();
+    Draws draws(2);
+    anneal(layout, judge, Cooling{1e-3 * start, 1e-5 * start}, draws, [&](std::int64_t made) {
+        if (judge.cost() <= 0) return 1.0;
+        return static_cast<double>(judge.work() - begin + made) / static_cast<double>(max_work);
+    });
+    if (makespan(slots) > start) layout.restore(first);
 }
 
 }  // namespace eplb

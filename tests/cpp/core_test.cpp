@@ -1184,21 +1184,6 @@ void check_judge(Layout& layout, Random& random, Make&& make, Same&& same) {
     same(judge, make(layout));
 }
 
-template <int W>
-void check_routed_batches(Layout& layout, std::span<const std::int64_t> tokens, Random& random) {
-    const auto make = [&](Layout& of) { return RoutedBatches<W>(of, tokens); };
-    check_judge(layout, random, make, [&](const auto& kept, const auto& fresh) {
-        check(std::abs(kept.cost() - fresh.cost()) < 1e-9, "repaired routings cost what new ones do");
-        const Placement placement(layout.slots(), 1, layout.gpus(), layout.width(), layout.experts());
-        for (std::size_t b = 0; b < tokens.size() / layout.experts(); ++b) {
-            Counts routed(layout.slots().size(), 0);
-            Matching<W> matching(placement.layer(0), routed.data());
-            matching.solve(tokens.data() + b * layout.experts());
-            check(kept.fullest(b) == matching.makespan(), "a repaired routing is optimal");
-        }
-    });
-}
-
 void test_routing_aware(Random& random) {
     for (int i = 0; i < 60; ++i) {
         const auto gpus = static_cast<std::int32_t>(random.between(2, i % 2 == 0 ? 8 : 70)),
@@ -1234,13 +1219,6 @@ void test_routing_aware(Random& random) {
                 check(std::abs(kept.above() - fresh.above()) < 1e-3 * (1 + fresh.above()),
                       "chances converge to the same from anywhere");
             });
-
-        Counts batches(experts * 20);
-        for (auto& t : batches) t = std::max<std::int64_t>(0, random.between(-3, 4));
-        if (gpus <= 64)
-            check_routed_batches<1>(layout, batches, random);
-        else
-            check_routed_batches<2>(layout, batches, random);
     }
 }
 

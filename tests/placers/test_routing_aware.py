@@ -20,7 +20,7 @@ from eplb_opt.routing import solve_routing
 from eplb_opt.trace import TokenTrace
 from eplb_opt.workload import Workload, visit_chances
 
-place = partial(solve_placement, method="routing-aware:work=30000")
+place = partial(solve_placement, method="routing-aware:work=300")
 
 
 def drawn(load: NDArray[np.float64], tokens: int, batches: int, top_k: int) -> NDArray[np.int64]:
@@ -103,21 +103,6 @@ def test_held_out_batches_gain(gpus: int, redundant: int, least: float) -> None:
     assert (eplb - ours) / (eplb - floor) > least
 
 
-@pytest.mark.parametrize("gpus", [8, 16])
-def test_annealed_on_batches_it_is_not_worse_on_them(gpus: int) -> None:
-    """On the batches that it was given, annealing does not raise the mean makespan of the start."""
-    batches = drawn(skewed(3, 24, seed=1), 12, 256, 4)
-    on = partial(solve_placement, batches, num_gpus=gpus, slots_per_gpu=32 // gpus)
-    start = on(method="routing-aware:work=0").placement
-    ours = on(method="routing-aware:work=1000000").placement
-    for layer in range(3):
-        before, after = (
-            makespan(Placement(of.slots[layer], 24), batches[:, layer]) for of in (start, ours)
-        )
-        assert after <= before + 1e-9
-    assert makespan(ours, batches) < makespan(start, batches)
-
-
 def test_experts_that_are_live_together_are_kept_apart() -> None:
     """Each batch is a pair of experts; all pairs end up on two GPUs."""
     pairs = np.zeros((64, 1, 8), np.int64)
@@ -134,7 +119,7 @@ def test_other_objectives(objective: str) -> None:
     batches = drawn(load, 40, 24, 4)
     on = partial(solve_placement, num_gpus=4, slots_per_gpu=8)
     eplb = makespan(on(load).placement, batches, objective)
-    ours = partial(on, method="routing-aware:work=60000", objective=objective)
+    ours = partial(on, method="routing-aware:work=600", objective=objective)
     assert makespan(ours(batches).placement, batches, objective) <= eplb
     by_load = ours(load, tokens_per_batch=40, top_k=4)
     assert_lawful(by_load, 8, 24)
@@ -156,7 +141,7 @@ def test_recorded_tokens(recorded_tokens: dict[str, TokenTrace]) -> None:
     floor = np.ceil((unseen > 0).sum(axis=-1) / 8).mean()
     on = partial(solve_placement, num_gpus=8, slots_per_gpu=5)
     eplb = makespan(on(seen.sum(axis=0)).placement, unseen)
-    ours = makespan(on(seen, method="routing-aware:work=1000000").placement, unseen)
+    ours = makespan(on(seen, method="routing-aware").placement, unseen)
     assert (eplb - ours) / (eplb - floor) > 0.5
 
 
