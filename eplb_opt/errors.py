@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 __all__ = [
     "EplbError",
     "FormatError",
@@ -9,6 +11,7 @@ __all__ = [
     "InvalidPlacementError",
     "InvalidTokensError",
     "SolverUnavailableError",
+    "SweepError",
 ]
 
 
@@ -53,3 +56,30 @@ class FormatError(EplbError, ValueError):
 
 class SolverUnavailableError(EplbError, ImportError):
     """A method needs a package that is not installed; the message names the extra to install."""
+
+
+class SweepError(EplbError):
+    """Deployments of a sweep failed; the others are stored.
+
+    Parameters
+    ----------
+    failed
+        Why, by deployment.
+    deployments
+        How many were asked for.
+    folder
+        Where the others are.
+    """
+
+    def __init__(self, failed: Mapping[str, str], deployments: int, folder: object) -> None:
+        self.failed = dict(failed)
+        self.deployments = deployments
+        self.folder = folder
+        lines = "".join(f"\n  {name}: {reason}" for name, reason in failed.items())
+        super().__init__(
+            f"{len(failed)} of {deployments} deployments failed; the others are stored in {folder},"
+            f" and the same call computes just these:{lines}"
+        )
+
+    def __reduce__(self) -> tuple[type[SweepError], tuple[dict[str, str], int, object]]:
+        return type(self), (self.failed, self.deployments, self.folder)
