@@ -19,13 +19,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from eplb_opt.errors import FormatError, SolverUnavailableError
 from eplb_opt.sweep_results import COLUMNS, Sweep, SweepRow
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 __all__ = ["Contents", "SweepFolder", "read_sweep"]
 
@@ -86,11 +82,12 @@ class SweepFolder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         try:
+            import pyarrow as pa
             import pyarrow.parquet as pq
         except ImportError:
             problem = "the results of a sweep need pyarrow: pip install 'eplb-opt[sweep]'"
             raise SolverUnavailableError(problem) from None
-        self._parquet = pq
+        self._pa, self._parquet = pa, pq
         self.path = Path(path)
 
     def contents(self) -> Contents | None:
@@ -157,10 +154,11 @@ class SweepFolder:
         if not path.exists():
             return None
         try:
-            table = self._parquet.read_table(io.BytesIO(path.read_bytes()))
+            content = io.BytesIO(path.read_bytes())
+            table = self._parquet.read_table(content, page_checksum_verification=True)
             known = dict(table.schema.metadata or {}).get(_KEY, b"").decode()
             rows = tuple(map(SweepRow.of, table.to_pylist()))
-        except (ValueError, KeyError, OSError) as error:  # pyarrow's own are among them
+        except (self._pa.ArrowException, ValueError, KeyError, OSError) as error:
             raise FormatError(path, "", f"damaged, or not of a sweep ({error})") from None
         if known != key:
             raise FormatError(path, "metadata", f"the cell is {known or 'none'}, not {key}")
@@ -174,12 +172,12 @@ class SweepFolder:
         OSError
             When that fails; there is no trace of it then.
         """
-        import pyarrow as pa
-
-        schema = _schema(pa).with_metadata({_KEY: key.encode()})
-        table = pa.Table.from_pylist([row.flat() for row in rows], schema=schema)
+        kinds = {"int": self._pa.int64(), "float": self._pa.float64(), "str": self._pa.string()}
+        columns = [(name, kinds[kind]) for name, kind in COLUMNS.items()]
+        schema = self._pa.schema(columns, {_KEY: key.encode()})
+        table = self._pa.Table.from_pylist([row.flat() for row in rows], schema=schema)
         content = io.BytesIO()
-        self._parquet.write_table(table, content)
+        self._parquet.write_table(table, content, write_page_checksum=True)
         self._write(self._cell(key), content.getvalue())
 
     def _cell(self, key: str) -> Path:
@@ -207,11 +205,6 @@ class SweepFolder:
                 unfinished.unlink()
             problem = f"{error.strerror}: this file is not written; those before are whole"
             raise OSError(error.errno, problem, str(path)) from error
-
-
-def _schema(pa: Any) -> pa.Schema:
-    kinds = {"int": pa.int64(), "float": pa.float64(), "str": pa.string()}
-    return pa.schema([(name, kinds[kind]) for name, kind in COLUMNS.items()])
 
 
 def read_sweep(path: str | os.PathLike[str]) -> Sweep:

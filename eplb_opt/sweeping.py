@@ -12,6 +12,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-import eplb_opt
 from eplb_opt.batches import Batches, BatchFacts, Traffic
 from eplb_opt.errors import FormatError, InvalidPlacementError, SweepError
 from eplb_opt.fingerprint import fingerprint
@@ -157,6 +157,8 @@ def sweep(
     """
     if not 0 <= learn < 1:
         raise ValueError(f"learn is {learn}; expected a share from 0, and below 1")
+    if not methods:
+        raise ValueError("no router to try: methods is empty")
     for method in methods:
         resolve_for(method.method if isinstance(method, Stale) else method, time.pricing)
     workers = Workers(backend, jobs, address)
@@ -176,7 +178,7 @@ def sweep(
         weights,
     )
     scenarios = _grid(gpus, redundant, placers, stages, intervals, experts)
-    inputs = fingerprint(eplb_opt.__version__, task)
+    inputs = fingerprint(version("eplb-opt"), task)
     cells = {c.key: c for c in (_Cell.of(inputs, scenario) for scenario in scenarios)}
     contents = Contents(
         inputs,
