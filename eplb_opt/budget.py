@@ -1,9 +1,9 @@
 """Which steps to take in which layer, when the weights that may move are few.
 
-A search from a placement takes a layer through states, each reached by one step more: so many
-weights moved so far, such a makespan. A budget over all layers is spent where a moved weight lowers
-the sum of makespans most: along the lower convex hull of every layer's states, steepest segments
-first. For budgets that end with a segment no choice of states is better (the hull is what
+A search from a placement takes a layer through states, step by step from one or several starts: so
+many weights moved so far, such a makespan. A budget over all layers is spent where a moved weight
+lowers the sum of makespans most: along the lower convex hull of every layer's states, steepest
+segments first. For budgets that end with a segment no choice of states is better (the hull is what
 Lagrange's relaxation reaches; Everett 1963); in between, what is left over is less than a segment.
 """
 
@@ -70,7 +70,9 @@ def spend(layers: Sequence[States], budget: int | None) -> NDArray[np.int64]:
 
     Notes
     -----
-    O(states log states).
+    O(states log states). A larger budget never ends with a larger sum: where two budgets part, the
+    larger takes a segment for which the smaller has no room, and which gains more than as many
+    moves as the smaller has left gain on any later segments.
 
     Examples
     --------
@@ -127,4 +129,4 @@ def _hull(states: States) -> _Hull:
 
 def _above(a: tuple[int, float, int], b: tuple[int, float, int], c: tuple[int, float]) -> bool:
     """Say whether b is on or above the line from a to c."""
-    return (b[1] - a[1]) * (c[0] - a[0]) >= (c[1] - a[1]) * (b[0] - a[0])
+    return (b[1] - a[1]) / (b[0] - a[0]) >= (c[1] - a[1]) / (c[0] - a[0])

@@ -761,7 +761,8 @@ def place(
     with progress_bar(quiet, "placing") as progress:
         for name in methods:
             described = {"tokens_per_batch": tokens_per_batch, "objective": objective}
-            if moving is not None:  # which uses them, whatever the method does
+            if moving is not None and None not in (tokens_per_batch, objective):
+                # What a step saves uses them, whatever the method does.
                 takes = resolve_placer(name).traits.takes
                 described = {key: value for key, value in described.items() if key in takes}
             began = time.perf_counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from numbers import Real
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,10 @@ class Split(str, Enum):
     """Every copy takes the same share, as engines count on."""
     FREE = "free"
     """Copies take what makes the largest GPU load least, as an exact router of tokens does."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Split:
+        raise ValueError(f"split is 'equal' or 'free', not {value!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +64,14 @@ class Measure:
     over_windows: str | float = "mean"
 
     def __post_init__(self) -> None:
-        try:
-            object.__setattr__(self, "split", Split(self.split))
-        except ValueError:
-            raise ValueError(f"split is 'equal' or 'free', not {self.split!r}") from None
+        object.__setattr__(self, "split", Split(self.split))
         over = self.over_windows
-        if not (over in ("mean", "worst") or (isinstance(over, (int, float)) and 0 <= over <= 1)):
+        named = isinstance(over, str) and over in ("mean", "worst")
+        share = isinstance(over, Real) and not isinstance(over, bool) and 0 <= over <= 1
+        if not (named or share):
             raise ValueError(f"over_windows is 'mean', 'worst' or from 0 to 1, not {over!r}")
+        if share:
+            object.__setattr__(self, "over_windows", float(over))
 
     @property
     def quantile(self) -> float:
@@ -82,6 +88,16 @@ class Measure:
         if self.quantile < 0:
             return np.asarray(makespans.mean(axis=0))
         return np.asarray(np.quantile(makespans, self.quantile, axis=0))
+
+    def slack(self, windows: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return float64 ``[layers]``: what `makespan` may be too small by, for these loads.
+
+        Beside the rounding of sums. With equal split no more than numbers without full precision
+        are rounded by; with free split each expert, and the load per GPU, a step of the integers.
+        """
+        if self.split is Split.EQUAL:
+            return np.full(windows.shape[1], np.finfo(np.float64).tiny)
+        return np.asarray(windows.max(axis=(0, 2)) * ((windows.shape[2] + 1) / _TOKENS))
 
     def makespan(self, placement: Placement, windows: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return float64 ``[layers]`` for loads, float64 ``[windows, layers, experts]``.

@@ -7,6 +7,8 @@ from typing import Any
 
 __all__ = ["make_method"]
 
+_KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "a word"}
+
 
 def make_method(name: str, cls: type[Any], given: str) -> Any:
     """Return a method's class, a dataclass, made with options as text.
@@ -49,5 +51,5 @@ def _convert(name: str, key: str, value: str, default: object) -> object:
             return {"true": True, "false": False}[value.lower()]
         return type(default)(value)  # type: ignore[call-arg]
     except (KeyError, ValueError):
-        expected = type(default).__name__
-        raise ValueError(f"{name}: {key}={value!r} is not a {expected}") from None
+        expected = _KINDS[type(default)]
+        raise ValueError(f"{name}: {key}={value!r} is not {expected}") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,14 +9,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eplb_opt import _core
-from eplb_opt.arrays import as_array
-from eplb_opt.bounds import placement_bound
+from eplb_opt.arrays import as_array, as_integer
 from eplb_opt.budget import MoveCurve
 from eplb_opt.errors import InvalidPlacementError, InvalidTokensError
 from eplb_opt.measure import Measure, Split
 from eplb_opt.metrics import PlacementMetrics, count_moves
 from eplb_opt.objective import Objective
-from eplb_opt.placement import Placement, require_slots
+from eplb_opt.placement import EMPTY, Placement, require_slots
 from eplb_opt.placers import (
     Batches,
     Placed,
@@ -50,8 +48,9 @@ class PlacementPlan:
         measure that was asked for.
     bound
         Float64, the same shape: what no placement on the method's nodes gets below
-        (`eplb_opt.bounds.placement_bound`), or, from a method that proves its own answer, none that
-        fills the slots without shared copies.
+        (`eplb_opt.bounds.placement_bound`); where this one leaves empty what was empty before, no
+        other that does. From a method that proves its own answer, none that fills the other slots
+        without shared copies.
     proved_by
         Int8 `Proof`, the same shape: who proved the bound.
     measure
@@ -151,7 +150,8 @@ def solve_placement(
         a placement start from, and what moves are counted against. In the methods that look at it,
         slots that are empty stay empty.
     max_moves
-        The most weights that GPUs may receive over all layers, to get from `previous` here.
+        The most weights that GPUs may receive over all layers, to get from `previous` here; copies
+        that share a GPU there may then stay, but for `distinct`.
     method
         A name from `eplb_opt.placement_methods`, with options as in ``"deepseek:form=global"``, or
         an instance.
@@ -190,13 +190,14 @@ def solve_placement(
         More experts than slots; the message says how many are missing.
     InvalidPlacementError
         More GPUs, experts or slots than are supported; a previous placement of another shape or
-        with wrong ids, or one that the method cannot start from.
+        with wrong ids, or one that the method cannot start from, or not with so few moves; an
+        answer below its bound, from a method of one's own.
     ValueError
         No GPUs, slots, nodes or groups; nodes that do not divide the GPUs, or groups that do not
         divide the experts; an unknown method or option; an argument that the method does not heed,
         or a budget of moves without a previous placement.
     TypeError
-        Numbers of GPUs, slots, nodes or groups that are not integers.
+        Numbers of GPUs, slots, nodes, groups, moves, tokens or threads that are not integers.
 
     Notes
     -----
@@ -233,6 +234,7 @@ def solve_placement(
         max_moves=_as_budget(max_moves, previous),
         measure=Measure(Split(split), over_windows),
         batches=_as_batches(placer, tokens_per_batch, top_k, objective, problem.load.shape[1]),
+        distinct=bool(distinct),
         stop=stop,
     )
     placed = placer.place(problem)
@@ -245,12 +247,12 @@ def solve_placement(
         slots = np.array(slots, dtype=np.int32, order="C")
         _core.make_distinct(problem.load, placed.nodes, slots)
     placement = Placement(slots if layered else slots[0], num_experts=problem.load.shape[1])
-    return _measured(problem, placement, placed)
+    return _measured(problem, placement, placed, method)
 
 
 def move_curve(
     load: ArrayLike,
-    previous: Placement,
+    previous: Placement | ArrayLike,
     *,
     num_nodes: int = 1,
     num_groups: int = 1,
@@ -266,7 +268,8 @@ def move_curve(
     load, num_nodes, num_groups, over_windows, threads
         As for `solve_placement`.
     previous
-        The placement that is served now; every expert has a replica.
+        The placement that is served now (a `Placement`, or its slots). The curve begins with what
+        it takes to mend it, if an expert is missing or a group split.
 
     Returns
     -------
@@ -275,12 +278,14 @@ def move_curve(
 
     Raises
     ------
-    InvalidPlacementError, InvalidTokensError, ValueError, TypeError
+    InvalidTokensError
+        As `solve_placement`, or if the layers' makespans have no finite sum.
+    InfeasibleError, InvalidPlacementError, ValueError, TypeError
         As `solve_placement`.
 
     Notes
     -----
-    As long as one placement by `search`.
+    As long as one placement by `search`, two for layers with shared copies.
 
     Examples
     --------
@@ -288,16 +293,14 @@ def move_curve(
     >>> curve.moves.tolist(), curve.makespan.tolist()
     ([0, 2], [18.0, 10.0])
     """
+    slots = _previous_slots(previous)
     problem, _ = _as_problem(
-        load,
-        previous.num_gpus,
-        previous.slots_per_gpu,
-        num_nodes,
-        num_groups,
-        previous,
-        threads,
+        load, slots.shape[-2], slots.shape[-1], num_nodes, num_groups, previous, threads
     )
-    return Search().curve(replace(problem, measure=Measure(over_windows=over_windows)))
+    curve = Search().curve(replace(problem, measure=Measure(over_windows=over_windows)))
+    if not np.isfinite(curve.makespan).all():
+        raise InvalidTokensError("the layers' makespans have no finite sum; scale the loads down")
+    return curve
 
 
 def _as_problem(
@@ -311,8 +314,8 @@ def _as_problem(
 ) -> tuple[PlacementProblem, bool]:
     """Return what any method is asked, checked, and if the load has a layer axis."""
     windows, layered = _as_windows(load)
-    gpus, per_gpu = _at_least_1(num_gpus, "num_gpus"), _at_least_1(slots_per_gpu, "slots_per_gpu")
-    nodes, groups = _at_least_1(num_nodes, "num_nodes"), _at_least_1(num_groups, "num_groups")
+    gpus, per_gpu = as_integer(num_gpus, "num_gpus"), as_integer(slots_per_gpu, "slots_per_gpu")
+    nodes, groups = as_integer(num_nodes, "num_nodes"), as_integer(num_groups, "num_groups")
     layers, experts = windows.shape[1:]
     _require_sizes(experts, gpus, per_gpu)
     _require_divides(nodes, "nodes", gpus, "GPUs")
@@ -325,30 +328,37 @@ def _as_problem(
         nodes,
         groups,
         _as_previous(previous, (layers, gpus, per_gpu), experts),
-        threads=_at_least_1(threads, "threads"),
+        threads=min(as_integer(threads, "threads"), layers),
     )
     return problem, layered
 
 
-def _measured(problem: PlacementProblem, placement: Placement, placed: Placed) -> PlacementPlan:
+def _measured(
+    problem: PlacementProblem,
+    placement: Placement,
+    placed: Placed,
+    method: str | PlacementMethod,
+) -> PlacementPlan:
     measure, metrics = problem.measure, PlacementMetrics.of(placement, problem.load)
     if len(problem.windows) == 1 and measure.split is Split.EQUAL:
         makespan = metrics.peak  # which is measured already
     else:
         makespan = measure.makespan(placement, problem.windows)
-    of_windows = placement_bound(
-        problem.windows,
-        num_gpus=problem.num_gpus,
-        slots_per_gpu=problem.slots_per_gpu,
-        num_nodes=placed.nodes,
-        num_groups=problem.num_groups,
-    )
-    bound = measure.sum_up(of_windows)
+    old = problem.old_slots()
+    fills = old is not None and (placement.slots.reshape(old.shape)[old == EMPTY] != EMPTY).any()
+    bound = (replace(problem, previous=None) if fills else problem).floor(placed.nodes)
     proved_by = np.full(len(bound), Proof.COUNT, np.int8)
     if placed.bound is not None:
         proved_by[placed.bound > bound] = placed.proved_by
         bound = np.maximum(bound, placed.bound)
-    bound = np.minimum(bound, makespan)  # may differ by rounding
+    rounded = bound * _ROUNDING + measure.slack(problem.windows)
+    for layer in np.flatnonzero(makespan < bound - rounded):
+        raise InvalidPlacementError(
+            f"{method}, layer {layer}: the makespan of its answer is {makespan[layer]:.10g}, below "
+            f"the bound of {bound[layer]:.10g} for placements on {placed.nodes} nodes; its answer "
+            "splits groups, or its bound is wrong"
+        )
+    bound = np.minimum(bound, makespan)
     moves, before = None, None
     if problem.previous is not None:
         before = PlacementMetrics.of(problem.previous, problem.load)
@@ -383,10 +393,7 @@ def _as_budget(max_moves: int | None, previous: object) -> int | None:
         return None
     if previous is None:
         raise ValueError("max_moves counts from a previous placement; give previous")
-    budget = operator.index(max_moves)
-    if budget < 0:
-        raise ValueError(f"max_moves must be at least 0, not {budget}")
-    return budget
+    return as_integer(max_moves, "max_moves", least=0)
 
 
 def _as_batches(
@@ -398,8 +405,8 @@ def _as_batches(
 ) -> Batches | None:
     if "tokens_per_batch" not in placer.traits.takes:
         return None
-    k = _at_least_1(top_k, "top_k")
-    given = None if tokens is None else _at_least_1(tokens, "tokens_per_batch")
+    k = as_integer(top_k, "top_k")
+    given = None if tokens is None else as_integer(tokens, "tokens_per_batch")
     if given is not None and k > experts:
         raise ValueError(f"top_k is {k}, and there are {experts} experts")
     return Batches(given, k, Objective.of("activations" if objective is None else objective))
@@ -443,8 +450,8 @@ def _checked(load: ArrayLike, axes: dict[int, str]) -> NDArray[np.float64]:
         raise InvalidTokensError(
             f"{_place(at)} has load {array[at]}; loads are finite and not negative"
         )
-    checked = np.ascontiguousarray(array, dtype=np.float64)
     with np.errstate(over="ignore"):
+        checked = np.ascontiguousarray(array, dtype=np.float64)  # of a longdouble, too
         sums = checked.sum(axis=-1)
         if checked.ndim == 3:
             sums = sums.sum(axis=0)
@@ -465,11 +472,8 @@ def _as_previous(
 ) -> Placement | None:
     if previous is None:
         return None
-    if isinstance(previous, Placement):
-        slots: NDArray[Any] = previous.slots
-    else:
-        slots = as_array(previous, "previous", InvalidPlacementError)
-    if slots.ndim not in (2, 3) or (1,) * (3 - slots.ndim) + slots.shape != shape:
+    slots = _previous_slots(previous)
+    if (1,) * (3 - slots.ndim) + slots.shape != shape:
         raise InvalidPlacementError(
             f"previous must have slots {list(shape)} (layers, GPUs, slots), "
             f"not of shape {slots.shape}"
@@ -478,6 +482,19 @@ def _as_previous(
         return Placement(slots.reshape(shape), experts, allow_missing=True)
     except InvalidPlacementError as error:
         raise InvalidPlacementError(f"previous: {error}") from None
+
+
+def _previous_slots(previous: Placement | ArrayLike) -> NDArray[Any]:
+    """Return the slots of a previous placement, ``[layers, gpus, slots]`` or ``[gpus, slots]``."""
+    if isinstance(previous, Placement):
+        return previous.slots
+    slots = as_array(previous, "previous", InvalidPlacementError)
+    if slots.ndim not in (2, 3):
+        raise InvalidPlacementError(
+            f"previous must have slots [layers, gpus, slots] or [gpus, slots], not of shape "
+            f"{slots.shape}"
+        )
+    return slots
 
 
 def _require_sizes(experts: int, gpus: int, per_gpu: int) -> None:
@@ -506,13 +523,3 @@ def _nearest_divisors(whole: int, parts: int) -> str:
     below = [d for d in divisors if d < parts][-1:]
     above = [d for d in divisors if d > parts][:1]
     return " or ".join(map(str, below + above))
-
-
-def _at_least_1(count: int, name: str) -> int:
-    try:
-        given = operator.index(count)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, not {count!r}") from None
-    if given < 1:
-        raise ValueError(f"{name} must be at least 1, not {given}")
-    return given

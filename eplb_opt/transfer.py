@@ -6,14 +6,15 @@ Any GPU can send that has the expert before the first round.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
+from numbers import Real
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eplb_opt import _core
+from eplb_opt.arrays import as_integer
 from eplb_opt.errors import InvalidPlacementError
 from eplb_opt.objective import Objective
 from eplb_opt.placement import EMPTY, Placement
@@ -38,12 +39,15 @@ class Links:
     between
         To GPUs of other nodes; by default one adapter of 400 Gbit/s per GPU.
     gpus_per_node
-        GPUs of a node, consecutive ones; the last node may have fewer.
+        GPUs of a node, consecutive ones, at most 1,024; the last node may have fewer.
 
     Raises
     ------
     ValueError
-        A bandwidth that is not above 0, one inside that is below that between, or no GPU in a node.
+        A bandwidth that is not above 0, one inside that is below that between, or no GPU in a node
+        or too many.
+    TypeError
+        What is no number.
     """
 
     inside: float = 450e9
@@ -51,13 +55,15 @@ class Links:
     gpus_per_node: int = 8
 
     def __post_init__(self) -> None:
+        for name in ("inside", "between"):
+            if not isinstance(getattr(self, name), Real):
+                raise TypeError(f"{name} must be a number, not {getattr(self, name)!r}")
         if not 0 < self.between <= self.inside < np.inf:
             raise ValueError(
                 "bandwidths are above 0, and that inside a node at least that between nodes, not "
                 f"inside={self.inside}, between={self.between}"
             )
-        if operator.index(self.gpus_per_node) < 1:
-            raise ValueError(f"a node has at least one GPU, not {self.gpus_per_node}")
+        as_integer(self.gpus_per_node, "gpus_per_node", most=_core.MAX_GPUS)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +104,7 @@ class TransferPlan:
     links
         The bandwidths.
     layers_at_once
-        Layers of a batch.
+        Layers of a batch, all at most.
 
     Examples
     --------
@@ -254,7 +260,9 @@ def plan_transfer(
         Placements of different shapes; an expert that must move and is on no GPU before, naming
         its layer.
     ValueError
-        `expert_bytes` or `layers_at_once` below 1.
+        `expert_bytes` or `layers_at_once` below 1, or more bytes than an int64 holds.
+    TypeError
+        They are not integers.
 
     Notes
     -----
@@ -284,9 +292,8 @@ def plan_transfer(
     ([1], True)
     """
     links = Links() if links is None else links
-    size, at_once = operator.index(expert_bytes), operator.index(layers_at_once)
-    if min(size, at_once) < 1:
-        raise ValueError(f"{expert_bytes=}, {layers_at_once=}: both must be at least 1")
+    size = as_integer(expert_bytes, "expert_bytes", most=2**63 - 1)
+    at_once = min(as_integer(layers_at_once, "layers_at_once"), previous.num_layers)
     _require_alike(previous, placement)
     old, new = _Held.of(previous), _Held.of(placement)
     moves = _Moves.between(old, new)
@@ -342,13 +349,21 @@ def expert_bytes(shape: ModelShape, bytes_per_weight: float = 1) -> int:
     bytes_per_weight
         1 for fp8, 2 for bf16, 0.5 for fp4; scales of blocks are left out.
 
+    Raises
+    ------
+    ValueError
+        Bytes that are not above 0, or not finite.
+
     Examples
     --------
     >>> from eplb_opt.workload import model_shape
     >>> expert_bytes(model_shape("deepseek-v3"))
     44040192
     """
-    return round(_MATRICES * shape.hidden * shape.ffn * bytes_per_weight)
+    size = _MATRICES * shape.hidden * shape.ffn * bytes_per_weight
+    if not 0 < size < np.inf:
+        raise ValueError(f"bytes_per_weight must be above 0 and finite, not {bytes_per_weight}")
+    return max(1, round(size))
 
 
 def saving_per_step(

@@ -441,8 +441,8 @@ class Workload:
         return normals
 
 
-def _bars(popularity: Float64, top_k: int) -> Float32:
-    """Return the gates' bars [layers, experts]: normal quantiles of the chance of a visit."""
+def visit_chances(popularity: Float64, top_k: int) -> Float64:
+    """Return the chance that a token visits each expert, float64 [layers, experts]."""
     sure = np.zeros(popularity.shape, dtype=np.bool_)
     while True:  # at most top_k + 1 rounds: each makes one more expert of some layer sure
         share = np.where(sure, 0, popularity)
@@ -450,10 +450,15 @@ def _bars(popularity: Float64, top_k: int) -> Float32:
         left = top_k - sure.sum(axis=1, keepdims=True)
         chance = left * np.divide(share, total, out=np.zeros(share.shape), where=total > 0)
         if not (over := chance >= 1).any():
-            break
+            return np.where(sure, 1.0, chance)
         sure |= over
-    some = chance > 0
-    odds = np.divide(chance, 1 - chance, out=np.ones(chance.shape), where=some)
+
+
+def _bars(popularity: Float64, top_k: int) -> Float32:
+    """Return the gates' bars [layers, experts]: normal quantiles of the chance of a visit."""
+    chance = visit_chances(popularity, top_k)
+    some, sure = chance > 0, chance == 1
+    odds = np.divide(chance, 1 - chance, out=np.ones(chance.shape), where=some & ~sure)
     bars = np.interp(np.log(odds), _LOG_ODDS, _QUANTILES)
     return np.where(sure, np.inf, np.where(some, bars, -np.inf)).astype(np.float32)
 

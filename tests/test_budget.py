@@ -21,7 +21,7 @@ LAYERS = st.lists(STATES, min_size=1, max_size=4)
 def test_a_budget_is_kept_and_well_spent(
     layers: list[list[tuple[int, float]]], budget: int
 ) -> None:
-    """No choice within the budget is better than the hulls allow, and what is chosen fits it."""
+    """No choice within it is better than the hulls allow, what is chosen fits, more is no worse."""
     chosen = spend(layers, budget)
     picked = [states[k] for states, k in zip(layers, chosen, strict=True)]
     assert sum(moves for moves, _ in picked) <= budget
@@ -34,6 +34,14 @@ def test_a_budget_is_kept_and_well_spent(
     )
     assert reachable <= best + 1e-9
     assert sum(cost for _, cost in picked) >= best
+    more = [states[k] for states, k in zip(layers, spend(layers, budget + 1), strict=True)]
+    assert sum(cost for _, cost in more) <= sum(cost for _, cost in picked)
+
+
+def test_makespans_near_the_end_of_doubles() -> None:
+    """Slopes decide, which stay finite where products do not."""
+    layers = [[(0, 1.5e308), (100, 1e308), (200, 1.4e308), (300, 1e307)]]
+    assert MoveCurve.of(layers).moves.tolist() == [0, 100, 300]
 
 
 @given(LAYERS)

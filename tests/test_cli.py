@@ -478,6 +478,27 @@ def test_place_from_a_previous_placement(loads: Path, tmp_path: Path) -> None:
     assert placed["transfer"]["break_even_steps"] is None
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--bytes-per-weight", "inf"], "bytes_per_weight must be above 0 and finite, not inf"),
+        (["--bytes-per-weight", "nan"], "bytes_per_weight must be above 0 and finite, not nan"),
+        (["--bytes-per-weight", "0"], "bytes_per_weight must be above 0 and finite, not 0.0"),
+        (["--tokens-per-batch", "8"], "search does not heed tokens_per_batch"),
+        (["--objective", "deepseek-v3-fp8"], "search does not heed objective"),
+    ],
+)
+def test_place_says_which_moves_cannot_be_planned(
+    loads: Path, tmp_path: Path, options: list[str], message: str
+) -> None:
+    """Weights without bytes; what a step saves needs both the tokens and the objective."""
+    old = tmp_path / "old.npy"
+    np.save(old, np.array([[[0, 1, 2], [3, 2, 1]]] * 2))
+    moving = ["--gpus", "2", "--previous", str(old), "--model", "mixtral-8x7b", "--top-k", "1"]
+    said = refusal("place", loads, *moving, *options)
+    assert said.startswith(f"error: {message}")
+
+
 def test_place_says_when_moving_never_pays(loads: Path, tmp_path: Path) -> None:
     """And that a count is no time."""
     old = tmp_path / "old.npy"

@@ -70,6 +70,8 @@ def test_windows_sum_up() -> None:
         ({"over_windows": "best"}, "over_windows is 'mean', 'worst' or from 0 to 1, not 'best'"),
         ({"over_windows": 1.5}, "from 0 to 1, not 1.5"),
         ({"over_windows": float("nan")}, "from 0 to 1, not nan"),
+        ({"over_windows": True}, "from 0 to 1, not True"),
+        ({"over_windows": np.array([0.5, 0.6])}, "from 0 to 1, not array"),
     ],
 )
 def test_wrong_measures_are_refused(wrong: dict[str, object], message: str) -> None:
@@ -81,3 +83,10 @@ def test_wrong_measures_are_refused(wrong: dict[str, object], message: str) -> N
 def test_splits_by_name() -> None:
     """A split's name does as well."""
     assert Measure("free").split is Split.FREE  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="split is 'equal' or 'free', not 'half'"):
+        Split("half")
+
+
+def test_quantiles_of_any_type() -> None:
+    """A number of numpy is one."""
+    assert Measure(over_windows=np.float32(0.5)).over_windows == 0.5  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
-from eplb_opt import _core
+from eplb_opt import _core, placing
 from eplb_opt.bounds import placement_bound
 from eplb_opt.errors import InfeasibleError, InvalidPlacementError, InvalidTokensError
 from eplb_opt.metrics import equal_split
@@ -27,7 +27,7 @@ from eplb_opt.placers import (
     placement_methods,
     resolve_placer,
 )
-from eplb_opt.placing import PlacementPlan, as_load, solve_placement
+from eplb_opt.placing import PlacementPlan, as_load, move_curve, solve_placement
 from eplb_opt.status import Status
 
 Load = NDArray[np.float64]
@@ -65,7 +65,7 @@ def test_the_plan_measures_its_placement(load: Load, gpus: int, extra: int) -> N
     assert plan.balance[loaded] == pytest.approx(found[loaded].mean(axis=1) / plan.makespan[loaded])
     assert (plan.balance[~loaded] == 1).all()
     assert plan.status.tolist() == [
-        Status.OPTIMAL if makespan <= bound * (1 + 1e-12) else Status.FEASIBLE
+        Status.OPTIMAL if makespan <= bound * (1 + placing._ROUNDING) else Status.FEASIBLE
         for makespan, bound in zip(plan.makespan, plan.bound, strict=True)
     ]
     gpus_of_slots = plan.placement.slots.reshape(-1, per_gpu).tolist()
@@ -243,6 +243,13 @@ def test_recorded_loads(recorded_load: Callable[[str], NDArray[np.int64]]) -> No
         ([[1], [1, 2]], "load has rows of different lengths"),
         ([1e308] * 4, "the loads have no finite sum; scale them down"),
         ([[1.0, 1.0], [1.7e308, 1.7e308]], "the loads of layer 1 have no finite sum"),
+        pytest.param(
+            np.array([[1, np.longdouble("1e4000")]]),
+            "the loads of layer 0 have no finite sum",
+            marks=pytest.mark.skipif(
+                np.finfo(np.longdouble).maxexp < 14000, reason="its range is a double's"
+            ),
+        ),
     ],
 )
 def test_bad_loads_are_refused(load: Any, message: str) -> None:
@@ -283,6 +290,41 @@ def test_sizes_must_be_integers(size: Any) -> None:
         solve_placement([1, 1], num_gpus=2, slots_per_gpu=size)
     two: Any = np.uint8(2)
     assert solve_placement([1, 1], num_gpus=two, slots_per_gpu=two).placement.num_gpus == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"threads": 1.5}, TypeError, r"threads must be an integer, not 1\.5"),
+        ({"threads": 0}, ValueError, "threads must be at least 1, not 0"),
+        ({"max_moves": 1.5}, TypeError, r"max_moves must be an integer, not 1\.5"),
+        ({"max_moves": -1}, ValueError, "max_moves must be at least 0, not -1"),
+        ({"split": "half"}, ValueError, "split is 'equal' or 'free', not 'half'"),
+        ({"over_windows": True}, ValueError, "from 0 to 1, not True"),
+        ({"over_windows": np.array([0.5, 0.6])}, ValueError, "from 0 to 1, not array"),
+        ({"method": "search:work=inf"}, ValueError, "search: work='inf' is not an integer"),
+        ({"method": "search:within=x"}, ValueError, "search: within='x' is not a number"),
+    ],
+)
+def test_options_of_other_types(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    """What is no such number is named."""
+    place: Any = partial(
+        solve_placement, [5, 3, 2], num_gpus=2, slots_per_gpu=2, previous=[[0, 1], [2, 0]]
+    )
+    with pytest.raises(error, match=message):
+        place(**{"method": "search"} | options)
+
+
+def test_any_number_of_threads_and_moves_will_do() -> None:
+    """More threads than layers have nothing to do, and moves are no more than it takes."""
+    place = partial(
+        solve_placement, [5, 3, 2], num_gpus=2, slots_per_gpu=2, previous=[[0, 1], [2, 0]]
+    )
+    for method in ("search", "highs"):
+        assert float(place(method=method, threads=10**30).makespan) == 5.5
+    assert float(place(method="search", max_moves=10**30).makespan) == 5.5
 
 
 class NoPlacer:
@@ -330,7 +372,7 @@ def test_options_by_name() -> None:
     assert resolve_placer("deepseek:form=global") == DeepSeek(form="global")
     with pytest.raises(ValueError, match="deepseek has no option 'forms'; it has: form"):
         resolve_placer("deepseek:forms=global")
-    with pytest.raises(ValueError, match="flashlb: depth='x' is not a int"):
+    with pytest.raises(ValueError, match="flashlb: depth='x' is not an integer"):
         resolve_placer("flashlb:depth=x")
 
 
@@ -362,6 +404,26 @@ class OneSlot:
     def place(self, problem: PlacementProblem) -> Placed:
         """Place one expert."""
         return Placed(np.zeros((1, 1, 1), np.int32))
+
+
+class Claims:
+    """A placer that says it keeps groups to nodes, and does not."""
+
+    traits: ClassVar[PlacerTraits] = PlacerTraits("claims")
+
+    def place(self, problem: PlacementProblem) -> Placed:
+        """Place one layer."""
+        return Placed(np.array([[[0, 2], [1, 3]]], np.int32), nodes=2)
+
+
+def test_an_answer_below_its_bound_is_refused() -> None:
+    """A placement with a makespan that none on such nodes has is not what it is said to be."""
+    place = partial(
+        solve_placement, num_gpus=2, slots_per_gpu=2, num_nodes=2, num_groups=2, method=Claims()
+    )
+    assert float(place([5, 5, 5, 5]).makespan) == 10
+    with pytest.raises(InvalidPlacementError, match="layer 0: the makespan of its answer is 6"):
+        place([5, 5, 1, 1])
 
 
 def test_a_placer_that_answers_in_another_shape() -> None:
@@ -436,6 +498,30 @@ def test_moves_and_the_state_before() -> None:
 
 
 @pytest.mark.parametrize(
+    "method", ["search", "swift", "flashlb", "ascend-default", "routing-aware"]
+)
+def test_slots_that_stay_empty_raise_the_bound(method: str) -> None:
+    """A dead GPU takes no load, in the answer nor in its bound; groups count beside."""
+    now = [[0, 1], [2, 0], [-1, -1], [-1, -1]]
+    place = partial(solve_placement, [4, 4, 4], num_gpus=4, slots_per_gpu=2, previous=now)
+    batch = {"tokens_per_batch": 4, "top_k": 1} if method == "routing-aware" else {}
+    plan = place(method=method, **batch)  # type: ignore[arg-type]
+    assert (float(plan.makespan), float(plan.bound)) == (6, 6)
+    filled = place(method="deepseek")
+    assert float(filled.bound) == 3
+    assert (filled.placement.slots >= 0).all()
+
+
+def test_a_bound_counts_groups_and_dead_gpus() -> None:
+    """Whichever of the two is larger."""
+    load, now = [9, 9, 1, 1], [[0, 1], [0, 1], [2, 3], [-1, -1]]
+    place = partial(
+        solve_placement, num_gpus=4, slots_per_gpu=2, num_nodes=2, previous=now, method="search"
+    )
+    assert [float(place(load, num_groups=groups).bound) for groups in (2, 1)] == [9, 20 / 3]
+
+
+@pytest.mark.parametrize(
     ("previous", "message"),
     [
         ([[0, 1]], r"previous must have slots \[1, 2, 2\] \(layers, GPUs, slots\), not of shape"),
@@ -449,6 +535,17 @@ def test_a_bad_previous_placement_is_refused(previous: Any, message: str) -> Non
     """What cannot have been served on these GPUs is refused, naming the place."""
     with pytest.raises(InvalidPlacementError, match=message):
         solve_placement([1, 1, 1, 1], num_gpus=2, slots_per_gpu=2, previous=previous)
+
+
+def test_a_curve_of_moves() -> None:
+    """From a placement or its slots; layers whose makespans have no finite sum are refused."""
+    now = [[0, 1], [2, 3]]
+    curves = [move_curve([9, 9, 1, 1], previous) for previous in (now, Placement(now))]
+    assert [curve.makespan.tolist() for curve in curves] == [[18, 10]] * 2
+    with pytest.raises(InvalidTokensError, match="the layers' makespans have no finite sum"):
+        move_curve([[8e307, 8e307, 1, 1]] * 2, [now] * 2)
+    with pytest.raises(InvalidPlacementError, match=r"previous must have slots .* shape \(2,\)"):
+        move_curve([1, 1], [0, 1])
 
 
 # --- distinct copies ---

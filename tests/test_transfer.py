@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -330,12 +332,48 @@ def test_links_that_cannot_be_are_refused(links: tuple[float, float, int]) -> No
         Links(*links)
 
 
+@pytest.mark.parametrize(
+    ("links", "error", "message"),
+    [
+        ({"inside": "x"}, TypeError, "inside must be a number, not 'x'"),
+        ({"gpus_per_node": 1.5}, TypeError, r"gpus_per_node must be an integer, not 1\.5"),
+        ({"gpus_per_node": 2**40}, ValueError, "gpus_per_node must be at most 1024"),
+    ],
+)
+def test_links_of_other_types(links: dict[str, Any], error: type[Exception], message: str) -> None:
+    """What is no number of that size is named."""
+    with pytest.raises(error, match=message):
+        Links(**links)
+
+
 def test_sizes_below_one_are_refused() -> None:
-    """Of an expert and of a batch of layers."""
+    """Of an expert and of a batch of layers; and what is no integer."""
     placement = Placement([[0], [1]])
-    for size, at_once in ((0, 1), (1, 0)):
-        with pytest.raises(ValueError, match="both must be at least 1"):
-            plan_transfer(placement, placement, size, layers_at_once=at_once)
+    plan: Any = partial(plan_transfer, placement, placement)
+    with pytest.raises(ValueError, match="expert_bytes must be at least 1, not 0"):
+        plan(0)
+    with pytest.raises(ValueError, match="layers_at_once must be at least 1, not 0"):
+        plan(1, layers_at_once=0)
+    with pytest.raises(ValueError, match="expert_bytes must be at most 9223372036854775807"):
+        plan(10**400)
+    with pytest.raises(TypeError, match=r"expert_bytes must be an integer, not 1\.5"):
+        plan(1.5)
+
+
+def test_more_layers_at_once_than_there_are() -> None:
+    """They are one batch."""
+    pair = Placement([[[0], [1]]] * 3), Placement([[[1], [0]]] * 3)
+    plan = plan_transfer(*pair, SIZE, layers_at_once=2**40)
+    assert (plan.layers_at_once, plan.rounds.tolist()) == (3, [3])
+    assert plan.seconds == pytest.approx(3 * SIZE / 450e9)
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, math.inf, math.nan, 1e305])
+def test_bytes_of_a_weight_are_finite(wrong: float) -> None:
+    """And above 0, so that an expert has bytes."""
+    with pytest.raises(ValueError, match="bytes_per_weight must be above 0 and finite"):
+        expert_bytes(model_shape("deepseek-v3"), wrong)
+    assert expert_bytes(model_shape("deepseek-v3"), 1e-9) == 1
 
 
 # --- real loads ---

@@ -94,6 +94,8 @@ class PlacementProblem:
         What the answer's makespan will be.
     batches
         What will be routed, or None: the loads say all.
+    distinct
+        Whether copies of an expert that share a GPU are parted in the answer.
     stop
         Time limit over all layers, or None.
     threads
@@ -110,6 +112,7 @@ class PlacementProblem:
     max_moves: int | None = None
     measure: Measure = field(default_factory=Measure)
     batches: Batches | None = None
+    distinct: bool = False
     stop: TimeLimit | None = None
     threads: int = 1
 
@@ -157,32 +160,53 @@ class PlacementProblem:
         why = f"{self.num_nodes} nodes do not divide {self.num_groups} groups"
         return 1, 1, f"as one node: {why}"
 
-    def floor(self) -> NDArray[np.float64]:
+    def floor(self, nodes: int) -> NDArray[np.float64]:
         """Return float64 ``[layers]``: makespans that no placement gets below, by counting.
 
-        For placements that keep groups to nodes and leave empty what `previous` has empty.
+        For placements that keep groups to so many nodes and leave empty what `previous` has empty.
         """
-        room, (nodes, groups, _) = self.room(), self.topology()
-        if (room == self.slots_per_gpu).all():
-            each = placement_bound(
-                self.windows,
-                num_gpus=self.num_gpus,
-                slots_per_gpu=self.slots_per_gpu,
-                num_nodes=nodes,
-                num_groups=groups,
-            )
-        else:
-            live, most = (room > 0).sum(axis=-1), room.max(axis=-1)
-            by_layer = [
-                placement_bound(
-                    self.windows[:, layer],
-                    num_gpus=int(live[layer]),
-                    slots_per_gpu=int(most[layer]),
-                )
-                for layer in range(len(room))
-            ]
-            each = np.stack(by_layer, axis=1)
+        each = placement_bound(
+            self.windows,
+            num_gpus=self.num_gpus,
+            slots_per_gpu=self.slots_per_gpu,
+            num_nodes=nodes,
+            num_groups=self.num_groups,
+        )
+        room = self.room()
+        live, most = (room > 0).sum(axis=-1), room.max(axis=-1)
+        for gpus, slots in {*zip(live.tolist(), most.tolist(), strict=True)}:
+            if (gpus, slots) != self.shape[1:]:  # fewer are left: counted without groups
+                of = (live == gpus) & (most == slots)
+                left = placement_bound(self.windows[:, of], num_gpus=gpus, slots_per_gpu=slots)
+                each[:, of] = np.maximum(each[:, of], left)
         return self.measure.sum_up(each)
+
+    def defect(self, layer: int) -> str:
+        """Say what keeps a method from starting at a layer of `previous`, where something does.
+
+        An expert without a replica, a group on several nodes, a node with another number of groups
+        than the others, or else an expert that is twice on a GPU.
+        """
+        previous, slots = self.previous, self.old_slots()
+        assert previous is not None
+        assert slots is not None
+        missing = np.flatnonzero(previous.copies[layer] == 0)
+        if missing.size:
+            return f"expert {missing[0]} has no replica"
+        nodes, groups, _ = self.topology()
+        size = self.load.shape[1] // groups
+        gpu, slot = np.nonzero(slots[layer] != EMPTY)
+        on = np.zeros((groups, nodes), np.bool_)
+        on[slots[layer, gpu, slot] // size, gpu * nodes // self.num_gpus] = True
+        for group in np.flatnonzero(on.sum(axis=1) > 1):
+            homes = " and ".join(map(str, np.flatnonzero(on[group])))
+            return (
+                f"experts {group * size} to {(group + 1) * size - 1} are a group, on nodes {homes}"
+            )
+        for node in np.flatnonzero(on.sum(axis=0) != groups // nodes):
+            return f"node {node} has {on[:, node].sum()} groups, not {groups // nodes}"
+        shared = ((gpu, expert) for at, gpu, expert in previous.duplicates() if at == layer)
+        return "GPU {} has expert {} twice".format(*next(shared))
 
     def require_node_room(self, nodes: int) -> None:
         """Check that every node has slots for its share of the experts.

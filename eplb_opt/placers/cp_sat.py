@@ -110,9 +110,8 @@ class _Grid:
         exact = program.denominator
         if not (program.windows % 1).any() and exact * total <= LARGEST:
             return cls(Fraction(exact), 0)
-        return cls(
-            Fraction(2) ** math.floor(math.log2(LARGEST / total)), int(program.splits_freely)
-        )
+        _, exponent = math.frexp(total)
+        return cls(LARGEST / Fraction(2) ** exponent, int(program.splits_freely))
 
     def integer(self, load: float | Fraction) -> int:
         """Return the integer that stands for a load."""

@@ -40,6 +40,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -152,10 +153,13 @@ class Program:
 
     def raised(self, bound: float) -> float:
         """Return the next value that a makespan can take from a bound on, where that is known."""
-        values = self.denominator * (int(self.bottlenecks[-1]) + 1)
-        if (self.windows % 1).any() or not 0 < bound * values < 1 / ROUNDING:
+        values = self.denominator * (int(self.bottlenecks[-1]) + 1)  # beyond a double, maybe
+        if (self.windows % 1).any() or not 0 < bound < math.inf:
             return bound
-        return max(bound, math.ceil(bound * values * (1 - ROUNDING)) / values)
+        steps = Fraction(bound) * values
+        if steps >= 1 / ROUNDING:
+            return bound
+        return max(bound, math.ceil(steps * Fraction(1 - ROUNDING)) / values)
 
     def ordered(self) -> list[tuple[int, int]]:
         """Return pairs of GPUs; the first has the hotter experts, to the first that differs."""
@@ -221,9 +225,9 @@ def place(problem: PlacementProblem, proof: Proof, engine: Engine) -> Placed:
     Raises
     ------
     ValueError
-        If windows sum up to a quantile.
+        If several windows sum up to a quantile.
     InfeasibleError
-        If a layer, or a node of one, has fewer slots than experts.
+        If a layer, or a node of one, has fewer slots than experts, less those that stay empty.
     EplbError
         If the engine fails, or contradicts an answer in hand.
     """
@@ -239,7 +243,7 @@ def place(problem: PlacementProblem, proof: Proof, engine: Engine) -> Placed:
     room = np.minimum(problem.room(), experts // nodes).astype(np.int64)
     slots = Search().place(problem).slots
     most = measure.makespan(Placement(slots, experts), windows)
-    counted = problem.floor()
+    slack, counted = measure.slack(windows), problem.floor(nodes)
     bound = counted.copy()
     clock = _Clock(problem.stop, len(slots), problem.threads)
 
@@ -269,7 +273,7 @@ def place(problem: PlacementProblem, proof: Proof, engine: Engine) -> Placed:
                 )[0]
                 if makespan < most[layer]:
                     slots[layer], most[layer] = proposed, makespan
-            if bound[layer] > most[layer] * (1 + ROUNDING):
+            if bound[layer] > most[layer] * (1 + ROUNDING) + slack[layer]:
                 raise EngineError(
                     f"it proves a makespan of {bound[layer]:.10g} or more where "
                     f"{most[layer]:.10g} is in hand"

@@ -9,17 +9,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb_opt import _core
+from eplb_opt.arrays import as_integer
 from eplb_opt.demand import count_tokens
 from eplb_opt.errors import InvalidTokensError
 from eplb_opt.objective import Objective
 from eplb_opt.placers.base import Placed, PlacementProblem, PlacerTraits
 from eplb_opt.routers.makespan import core_pricing
-from eplb_opt.workload import Workload
+from eplb_opt.workload import Workload, visit_chances
 
 _ACTIVATIONS, _TOKENS = Objective.of("activations"), Objective.of("tokens")
 _PER_SLOT = 8  # batches, for a placement not to be fitted to chance
 _DRAWN = 48  # batches per layer, where loads are given and the objective needs batches
-_MOST_DRAWN = 2**18  # tokens of a batch that is drawn, token by token
+_DRAWN_SINGLY = 2**12  # tokens of a batch up to which each is drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +46,11 @@ class RoutingAware:
 
     Any other objective is annealed on batches, solved anew after every swap by `flow` or a short
     `makespan` search, from that placement or from a packing by tokens, whichever is faster; from
-    loads, 48 batches are drawn per layer.
+    loads, 48 batches are drawn per layer, token by token or, of more than 4,096 tokens, as counts.
 
     Never two copies of an expert on one GPU: slots stay empty where that leaves nothing to hold.
-    Slots that are empty in a previous placement do too. Nodes and groups are not heeded, as the
-    plan's note says.
+    Slots that are empty in a previous placement do too, and what stays on a GPU keeps its slot.
+    Nodes and groups are not heeded, as the plan's note says.
 
     Parameters
     ----------
@@ -60,7 +61,10 @@ class RoutingAware:
     Raises
     ------
     ValueError
-        Negative work; when it places, more tokens per batch than are supported.
+        Negative work, or more than an int64 holds; when it places, more tokens per batch than are
+        supported.
+    TypeError
+        Work that is not an integer.
     InvalidTokensError
         Recorded batches that are not integers, or too large, naming window, layer and expert.
 
@@ -91,8 +95,7 @@ class RoutingAware:
     work: int = 20_000_000
 
     def __post_init__(self) -> None:
-        if self.work < 0:
-            raise ValueError(f"routing-aware: work is at least 0, not {self.work}")
+        as_integer(self.work, "routing-aware: work", least=0, most=2**63 - 1)
 
     def place(self, problem: PlacementProblem) -> Placed:
         """Place the experts of all layers."""
@@ -106,7 +109,7 @@ class RoutingAware:
             recorded = _recorded(problem.windows)
             _core.place_for_live_batches(recorded, room, threads, slots)
         else:
-            most = _core.MAX_TOKENS_PER_EXPERT if objective == _ACTIVATIONS else _MOST_DRAWN
+            most = _core.MAX_TOKENS_PER_EXPERT
             if batches.tokens > most:
                 raise ValueError(
                     f"tokens_per_batch is {batches.tokens}; at most {most} are supported"
@@ -124,6 +127,9 @@ class RoutingAware:
                 pricing = core_pricing(objective, problem.num_gpus) if priced else None
                 work = max(1, self.work // 100)
                 _core.anneal_objective(recorded, room, work, threads, slots, pricing)
+        previous = problem.old_slots()
+        if previous is not None:
+            _core.keep_slots(previous, slots)
         heeds = problem.num_nodes == problem.num_groups == 1
         return Placed(slots, "" if heeds else "nodes and groups are not heeded")
 
@@ -143,13 +149,33 @@ def _recorded(windows: NDArray[np.float64]) -> NDArray[np.int64]:
 
 def _drawn(load: NDArray[np.float64], tokens: int, top_k: int) -> NDArray[np.int64]:
     """Return batches as int64 ``[layers, batches, experts]``, drawn by popularity."""
+    most = load.max(axis=-1, keepdims=True)
+    share = load / np.where(most > 0, most, 1.0)
     # An expert without load is still there to be drawn, where others are too few.
-    some = np.count_nonzero(load, axis=-1, keepdims=True) >= top_k
-    least = np.maximum(load.max(axis=-1, keepdims=True), 1.0) * 2.0**-20
-    drawable = np.where(some, load, np.maximum(load, least))
+    some = np.count_nonzero(share, axis=-1, keepdims=True) >= top_k
+    drawable = np.where(some, share, np.maximum(share, 2.0**-20))
     workload = Workload.from_load(drawable, top_k, correlation=0)
+    if tokens > _DRAWN_SINGLY:
+        return _counts(visit_chances(workload.popularity, top_k), tokens)
     steps = [
         count_tokens(workload.draw(tokens, first_step=step)[0], load.shape[-1])
         for step in range(_DRAWN)
     ]
     return np.ascontiguousarray(np.stack(steps, axis=1))
+
+
+def _counts(chance: NDArray[np.float64], tokens: int) -> NDArray[np.int64]:
+    """Return counts of batches, int64 ``[layers, batches, experts]``, by chances of a visit.
+
+    Independent binomials, of which the sum is then spread as far as it is off, by variance. Means
+    and variances are those of tokens that draw distinct experts, and covariances Hájek's; counts
+    are rounded, so that their sum is off by half a token per expert at most.
+    """
+    drawn = np.random.default_rng(0).binomial(
+        tokens, chance[:, None], (len(chance), _DRAWN, chance.shape[1])
+    )
+    variance = chance * (1 - chance)
+    whole = variance.sum(axis=-1, keepdims=True)
+    part = np.divide(variance, whole, out=np.zeros_like(variance), where=whole > 0)[:, None]
+    over = drawn.sum(axis=-1, keepdims=True) - tokens * chance.sum(axis=-1)[:, None, None]
+    return np.asarray(np.clip(np.rint(drawn - over * part), 0, tokens).astype(np.int64))

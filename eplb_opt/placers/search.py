@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb_opt import _core
+from eplb_opt.arrays import as_integer
 from eplb_opt.budget import MoveCurve, spend
+from eplb_opt.errors import InvalidPlacementError
 from eplb_opt.placers.base import Placed, PlacementProblem, PlacerTraits
-
-_ANY_STEPS = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,13 @@ class Search:
 
     With a previous placement the steps start from it, after copies that share a GPU are parted. A
     layer that stays above the bound is placed afresh too, its GPUs named so that fewest weights
-    move, and the better is taken; on a tie the first. With `max_moves` they only start from it, and
-    the budget goes to the layers where a move lowers the sum of makespans most (`eplb_opt.budget`).
+    move, and the better is taken; on a tie the first. One that lacks an expert or splits a group
+    is only placed afresh.
+
+    With `max_moves` the steps start from the previous placement with shared copies parted and, but
+    for `distinct`, from it as it is. The budget goes to the layers where a move lowers the sum of
+    makespans most (`eplb_opt.budget`), so that a larger one never ends with a larger sum. Only a
+    layer from which no step may start is placed afresh.
 
     For free split it places as for equal split, whose makespan is never the smaller.
 
@@ -44,7 +49,12 @@ class Search:
     Raises
     ------
     ValueError
-        Numbers below 0.
+        Numbers below 0, or more work than an int64 holds.
+    TypeError
+        Work that is not an integer.
+    InvalidPlacementError
+        When it places, `max_moves` that are too few to mend a layer of the previous placement that
+        lacks an expert, splits a group or, with `distinct`, has shared copies.
 
     Notes
     -----
@@ -68,17 +78,16 @@ class Search:
     work: int = 100_000
 
     def __post_init__(self) -> None:
-        if not (self.within >= 0 and self.work >= 0):
-            raise ValueError(
-                f"search: within and work are at least 0, not {self.within} and {self.work}"
-            )
+        as_integer(self.work, "search: work", least=0, most=2**63 - 1)
+        if not self.within >= 0:
+            raise ValueError(f"search: within must be at least 0, not {self.within}")
 
     def place(self, problem: PlacementProblem) -> Placed:
         """Place the experts of all layers."""
         nodes, groups, note = problem.topology()
-        problem.require_node_room(nodes)
         if problem.max_moves is not None:
-            return Placed(self._within_budget(problem, nodes, problem.max_moves), note, nodes)
+            return Placed(self._within_budget(problem, problem.max_moves), note, nodes)
+        problem.require_node_room(nodes)
         slots = problem.new_slots()
         _core.place_search(
             problem.windows,
@@ -86,7 +95,7 @@ class Search:
             groups,
             problem.measure.quantile,
             problem.old_slots(),
-            problem.floor(),
+            problem.floor(nodes),
             self.within,
             self.work,
             problem.threads,
@@ -95,54 +104,46 @@ class Search:
         return Placed(slots, note, nodes)
 
     def curve(self, problem: PlacementProblem) -> MoveCurve:
-        """Return how the makespan falls from the previous placement's as weights move.
+        """Return how the makespan falls from the previous placement's as weights move."""
+        return MoveCurve.of(self._walk(problem, problem.new_slots(), None))
 
-        Raises
-        ------
-        InvalidPlacementError
-            If an expert is missing in the previous placement.
-        """
-        nodes, _, _ = problem.topology()
-        return MoveCurve.of(self._improve(problem, nodes, _start(problem)))
-
-    def _within_budget(
-        self, problem: PlacementProblem, nodes: int, budget: int
-    ) -> NDArray[np.int32]:
-        """Return the previous slots after the steps that a budget of moves is best spent on."""
-        slots = _start(problem)
-        _core.make_distinct(problem.load, nodes, slots)
-        states = self._improve(problem, nodes, slots.copy())
-        if sum(of_layer[0][0] for of_layer in states) > budget:  # to part copies takes too many
-            slots = _start(problem)
-            states = self._improve(problem, nodes, slots.copy())
-        self._improve(problem, nodes, slots, spend(states, budget))
+    def _within_budget(self, problem: PlacementProblem, budget: int) -> NDArray[np.int32]:
+        """Return the slots of the states that a budget of moves is best spent on."""
+        slots = problem.new_slots()
+        states = self._walk(problem, slots, None)
+        least = np.array([min(moves for moves, _ in of_layer) for of_layer in states])
+        if least.sum() > budget:
+            layer = np.flatnonzero(least)[0]
+            raise InvalidPlacementError(
+                f"previous, layer {layer}: {problem.defect(layer)}; search takes {least[layer]} "
+                f"moves to mend it, {least.sum()} for all layers, and max_moves is {budget}"
+            )
+        self._walk(problem, slots, spend(states, budget))
         return slots
 
-    def _improve(
-        self,
-        problem: PlacementProblem,
-        nodes: int,
-        slots: NDArray[np.int32],
-        steps: NDArray[np.int64] | None = None,
+    def _walk(
+        self, problem: PlacementProblem, slots: NDArray[np.int32], reach: NDArray[np.int64] | None
     ) -> list[list[tuple[int, float]]]:
-        """Improve slots in place, by so many steps or all; return each layer's states."""
+        """Return each layer's states from the previous placement on: moves and makespan.
+
+        Up to the one numbered `reach`, int64 ``[layers]``, which `slots` get; or all.
+        """
+        nodes, groups, _ = problem.topology()
+        problem.require_node_room(nodes)
         previous = problem.old_slots()
         assert previous is not None
-        states: list[list[tuple[int, float]]] = _core.improve_search(
+        states: list[list[tuple[int, float]]] = _core.walk_search(
             problem.windows,
             nodes,
+            groups,
             problem.measure.quantile,
             previous,
-            problem.floor(),
+            problem.floor(nodes),
             self.within,
             self.work,
-            np.full(len(slots), _ANY_STEPS) if steps is None else steps,
+            not problem.distinct,
+            np.full(len(slots), -1) if reach is None else reach,
             problem.threads,
             slots,
         )
         return states
-
-
-def _start(problem: PlacementProblem) -> NDArray[np.int32]:
-    """Return a copy of the previous slots, which hold every expert."""
-    return np.array(problem.require_all_held("search"), dtype=np.int32, order="C")

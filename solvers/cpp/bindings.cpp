@@ -577,27 +577,18 @@ void place_search(Samples windows, std::int32_t nodes, std::int32_t groups, doub
 
 using SearchStates = std::vector<std::vector<std::pair<std::int32_t, double>>>;
 
-// Improves `slots`, at most `steps` steps per layer, and returns for each layer (moves, cost) at the start
-// and after every step.
-SearchStates improve_search(Samples windows, std::int32_t nodes, double quantile, OldSlots previous,
-                            Array<const double> floor, double within, std::int64_t work,
-                            Array<const std::int64_t> steps, int threads, Slots slots) {
-    require(steps.size() == slots.shape(0), "steps per layer");
-    require_experts(slots, windows.shape(2));
+// Returns for each layer the (moves, cost) of its states, and leaves `slots` at the one numbered `reach`.
+SearchStates walk_search(Samples windows, std::int32_t nodes, std::int32_t groups, double quantile,
+                         OldSlots previous, Array<const double> floor, double within, std::int64_t work,
+                         bool shared, Array<const std::int64_t> reach, int threads, Slots slots) {
+    require(reach.size() == slots.shape(0), "a state per layer");
     SearchStates states(slots.shape(0));
-    const auto walk = [&](auto&& search, std::int32_t* out, std::size_t l) {
-        search.start_from(out);
-        states[l].emplace_back(search.moves(), search.cost());
-        search.improve(floor.data()[l] * (1 + within), work, steps.data()[l],
-                       [&](const SearchPoint& point) { states[l].emplace_back(point.moves, point.cost); });
-        search.write(out);
-    };
-    each_search(windows, nodes, nodes, quantile, previous, floor, slots, threads,
+    each_search(windows, nodes, groups, quantile, previous, floor, slots, threads,
                 [&](const PlacementTask& task, std::int32_t* out, std::size_t l) {
-                    if (task.windows == 1)
-                        walk(PlacementSearch<true>(task), out, l);
-                    else
-                        walk(PlacementSearch<false>(task), out, l);
+                    const auto walk = task.windows == 1 ? walk_placement<true> : walk_placement<false>;
+                    for (const SearchPoint& point :
+                         walk(task, floor.data()[l], within, work, shared, reach.data()[l], out))
+                        states[l].emplace_back(point.moves, point.cost);
                 });
     return states;
 }
@@ -769,8 +760,8 @@ NB_MODULE(_core, m) {
     m.def("place_search", &place_search, "windows"_a.noconvert(), "nodes"_a, "groups"_a, "quantile"_a,
           "previous"_a.noconvert().none(), "floor"_a.noconvert(), "within"_a, "work"_a, "threads"_a,
           "slots"_a.noconvert());
-    m.def("improve_search", &improve_search, "windows"_a.noconvert(), "nodes"_a, "quantile"_a,
-          "previous"_a.noconvert(), "floor"_a.noconvert(), "within"_a, "work"_a, "steps"_a.noconvert(),
+    m.def("walk_search", &walk_search, "windows"_a.noconvert(), "nodes"_a, "groups"_a, "quantile"_a,
+          "previous"_a.noconvert(), "floor"_a.noconvert(), "within"_a, "work"_a, "shared"_a, "reach"_a.noconvert(),
           "threads"_a, "slots"_a.noconvert());
     m.def("make_distinct", &make_distinct, "load"_a.noconvert(), "nodes"_a, "slots"_a.noconvert());
     m.def("plan_transfer", &plan_transfer, "batch"_a.noconvert(), "receiver"_a.noconvert(), "weight"_a.noconvert(),

@@ -79,7 +79,7 @@ class CavityJudge {
           linked_(layout.experts(), false) {
         const double deviation = std::sqrt(of.variance);
         for (int q = 0; q < Lanes::kCount; ++q) {
-            const double n = std::round(of.mean + deviation * kQuartersOfNormal[q]);
+            const double n = std::max(0.0, std::round(of.mean + deviation * kQuartersOfNormal[q]));
             level_[q] = std::min(layout.width(), static_cast<std::int32_t>(std::ceil(n / layout.filled_gpus())));
             highest_ = std::max(highest_, level_[q]);
             for (std::int32_t e = 0; e < layout.experts(); ++e)

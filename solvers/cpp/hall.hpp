@@ -50,7 +50,7 @@ class HallJudge {
         : of_(of), layout_(layout), holders_(layout.experts(), 0), sets_(std::size_t{1} << layout.gpus()) {
         const double deviation = std::sqrt(of.variance);
         for (std::size_t q = 0; q < kTotals; ++q) {
-            const double n = std::round(of.mean + deviation * kEighthsOfNormal[q]);
+            const double n = std::max(0.0, std::round(of.mean + deviation * kEighthsOfNormal[q]));
             ahead_[q] = static_cast<float>(n - of.mean);
             floor_[q] = static_cast<float>(std::ceil(n / layout.filled_gpus()));
         }

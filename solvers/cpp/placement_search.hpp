@@ -23,6 +23,8 @@
 // count that leave them most alike, one for each entry: O(S) for a pair of GPUs, where several windows take
 // all S^2. So a swap takes O(S G), a regrant O(S R G) with R slots that hold experts with copies, a chain
 // O(S^3 G^2) at the worst.
+//
+// Loads are brought near 1 by a power of two, which changes no digit: their squares would over- or underflow.
 #pragma once
 
 #include <algorithm>
@@ -89,9 +91,10 @@ class PlacementSearch {
             }
             begin_.push_back(static_cast<std::int32_t>(slot_of_.size()));
         }
+        scale_ = scale_to_1(*std::max_element(task.loads.begin(), task.loads.end()));
         load_.resize(static_cast<std::size_t>(experts_) * windows_);
         for (std::int32_t e = 0; e < experts_; ++e)
-            for (std::int32_t w = 0; w < W(); ++w) load_[e * W() + w] = task.loads[w * experts_ + e];
+            for (std::int32_t w = 0; w < W(); ++w) load_[e * W() + w] = task.loads[w * experts_ + e] * scale_;
         entry_.assign(slot_of_.size(), kNone);
         copies_.assign(experts_, 0);
         share_.assign((static_cast<std::size_t>(experts_) + 1) * W(), 0.0);  // the last: of no expert
@@ -105,6 +108,7 @@ class PlacementSearch {
         std::iota(order_.begin(), order_.end(), 0);
     }
 
+    // Over windows, to scale.
     std::vector<double> mean_load() const {
         std::vector<double> mean(experts_, 0.0);
         for (std::int32_t e = 0; e < experts_; ++e)
@@ -119,6 +123,7 @@ class PlacementSearch {
         begin();
     }
 
+    // `slots` are filled at most where `previous` is.
     void start_from(const std::int32_t* slots) {
         for (std::size_t i = 0; i < slot_of_.size(); ++i) put(i, slots[slot_of_[i]]);
         begin();
@@ -135,7 +140,7 @@ class PlacementSearch {
     template <class After>
     std::int64_t improve(double enough, std::int64_t work, std::int64_t steps, After&& after) {
         work_ = work;
-        for (; steps > 0 && work_ > 0 && cost_ > enough && step(); --steps) after(SearchPoint{moves_, cost_});
+        for (; steps > 0 && work_ > 0 && cost() > enough && step(); --steps) after(point());
         return work_;
     }
     std::int64_t improve(double enough, std::int64_t work) {
@@ -145,7 +150,7 @@ class PlacementSearch {
     // Goes on where no step helps: hands some spare copies to random experts, improves, and takes it back if
     // the cost is not lower.
     void explore(double enough, std::int64_t work) {
-        for (work = improve(enough, work); work > 0 && cost_ > enough; work = improve(enough, work)) {
+        for (work = improve(enough, work); work > 0 && cost() > enough; work = improve(enough, work)) {
             if (cost_ <= kept_cost_)
                 kept_ = entry_, kept_cost_ = cost_;
             else
@@ -165,16 +170,21 @@ class PlacementSearch {
                 for (std::int32_t g = first; g < first + node_gpus_; ++g) sum += load_of(g, w);
                 trial_[w] = std::max(trial_[w], sum / node_gpus_);
             }
-        return task_.over(trial_);
+        return task_.over(trial_) / scale_;
     }
 
-    // Whether every expert has a slot and none has two on a GPU, which a placement to start from may lack.
+    // What a placement to start from may lack: a slot for every expert, a node for every group and as many
+    // groups on each node.
     bool is_whole() const {
         return std::all_of(copies_.begin(), copies_.end(), [](std::int32_t copies) { return copies > 0; }) &&
-               std::none_of(held_.begin(), held_.end(), [](std::uint16_t slots) { return slots > 1; });
+               keeps_groups();
     }
-    double cost() const { return cost_; }
-    std::int32_t moves() const { return moves_; }
+    // Nor may it lack this: no two copies of an expert on a GPU.
+    bool is_apart() const {
+        return std::none_of(held_.begin(), held_.end(), [](std::uint16_t slots) { return slots > 1; });
+    }
+    double cost() const { return cost_ / scale_; }
+    SearchPoint point() const { return {moves_, cost()}; }
 
     // What stays on a GPU keeps its slot.
     void write(std::int32_t* slots) const {
@@ -199,11 +209,31 @@ class PlacementSearch {
     std::size_t at(std::int32_t gpu, std::int32_t expert) const {
         return static_cast<std::size_t>(gpu) * experts_ + expert;
     }
+    bool keeps_groups() const {
+        if (task_.nodes == 1) return true;
+        std::vector<std::int32_t> home(task_.groups, kNone), count(task_.nodes, 0);
+        for (std::int32_t p = 0; p < entries(); ++p) {
+            if (entry_[p] < 0) continue;
+            const std::int32_t node = gpu_of_[p] / node_gpus_;
+            std::int32_t& of_group = home[entry_[p] / (experts_ / task_.groups)];
+            if (of_group == kNone) of_group = node, ++count[node];
+            if (of_group != node) return false;
+        }
+        return std::all_of(count.begin(), count.end(),
+                           [&](std::int32_t groups) { return groups == task_.groups / task_.nodes; });
+    }
     bool holds(std::int32_t gpu, std::int32_t expert) const { return expert >= 0 && held_[at(gpu, expert)] > 0; }
     const double* share(std::int32_t expert) const { return &share_[(expert < 0 ? experts_ : expert) * W()]; }
     double load_of(std::int32_t gpu, std::int32_t w) const { return gpu_load_[gpu * W() + w]; }
     std::int32_t entries() const { return static_cast<std::int32_t>(entry_.size()); }
     std::int32_t node_begin(std::int32_t gpu) const { return gpu / node_gpus_ * node_gpus_; }
+
+    // The power of two, a normal number, that brings another near 1.
+    static double scale_to_1(double number) {
+        int exponent = 0;
+        std::frexp(number, &exponent);
+        return std::ldexp(1.0, -std::clamp(exponent, -1022, 1022));
+    }
 
     // --- the start ---
 
@@ -618,7 +648,7 @@ class PlacementSearch {
     std::vector<std::array<std::int32_t, 4>> fullest_;
     std::vector<double> makespans_, rest_, trial_;
     std::vector<std::pair<std::int32_t, std::int32_t>> trades_;
-    double cost_ = 0;
+    double scale_ = 1, cost_ = 0;  // what loads and costs are multiplied by here; the cost so
     std::int64_t work_ = 0;
     Step best_;
     std::vector<std::int32_t> kept_;  // the best entries so far
@@ -626,9 +656,19 @@ class PlacementSearch {
     std::uint64_t random_ = 1;
 };
 
+// `previous`, its shared copies parted.
+template <bool kOneWindow>
+std::vector<std::int32_t> parted(const PlacementTask& task, const PlacementSearch<kOneWindow>& search) {
+    const std::size_t size = static_cast<std::size_t>(task.gpus) * task.slots_per_gpu;
+    std::vector<std::int32_t> slots(task.previous, task.previous + size);
+    Distinct().repair(search.mean_load(), task.gpus, task.slots_per_gpu, task.nodes, slots.data());
+    return slots;
+}
+
 // Places a layer to within a fraction of `floor` or as near as the steps come: from the previous placement,
 // its shared copies parted, and afresh, with GPUs named so that fewest weights move, if there is none, it
-// lacks an expert, or the steps stay above the floor from there; then the better, the first on a tie.
+// lacks an expert or splits a group, or the steps stay above the floor from there; then the better, the first
+// on a tie.
 template <bool kOneWindow>
 void search_placement(const PlacementTask& task, double floor, double within, std::int64_t work,
                       std::int32_t* slots) {
@@ -636,10 +676,8 @@ void search_placement(const PlacementTask& task, double floor, double within, st
     double reached = std::numeric_limits<double>::infinity();
     if (task.previous != nullptr) {
         PlacementSearch<kOneWindow> search(task);
-        std::copy_n(task.previous, static_cast<std::size_t>(task.gpus) * task.slots_per_gpu, slots);
-        Distinct().repair(search.mean_load(), task.gpus, task.slots_per_gpu, task.nodes, slots);
-        search.start_from(slots);
-        if (search.is_whole()) {
+        search.start_from(parted(task, search).data());
+        if (search.is_whole() && search.is_apart()) {
             search.improve(near(floor), work);
             search.write(slots);
             reached = search.cost();
@@ -657,6 +695,39 @@ void search_placement(const PlacementTask& task, double floor, double within, st
     search.write(slots);
     if (task.previous != nullptr)
         reslot(task.previous, task.gpus, task.slots_per_gpu, task.experts, task.nodes, slots);
+}
+
+// The states that steps take a layer through from its previous placement, walk after walk: with shared copies
+// parted; as it is, if that differs and copies may stay `shared`. From one that lacks an expert or splits a
+// group there is no walk, and where there is none the one state is a placement afresh.
+// `slots` gets state `reach` of these, and no more are returned; with a negative one all are.
+template <bool kOneWindow>
+std::vector<SearchPoint> walk_placement(const PlacementTask& task, double floor, double within, std::int64_t work,
+                                        bool shared, std::int64_t reach, std::int32_t* slots) {
+    std::vector<SearchPoint> states;
+    const auto is_reached = [&] { return static_cast<std::int64_t>(states.size()) > reach && reach >= 0; };
+    const auto walk = [&](const std::int32_t* start, bool may_share) {
+        PlacementSearch<kOneWindow> search(task);
+        search.start_from(start);
+        if (!search.is_whole() || !(may_share || search.is_apart())) return;
+        states.push_back(search.point());
+        const std::int64_t steps = reach < 0 ? std::numeric_limits<std::int64_t>::max()
+                                             : reach + 1 - static_cast<std::int64_t>(states.size());
+        search.improve(floor * (1 + within), work, steps,
+                       [&](const SearchPoint& point) { states.push_back(point); });
+        if (is_reached()) search.write(slots);
+    };
+    const std::vector<std::int32_t> apart = parted(task, PlacementSearch<kOneWindow>(task));
+    walk(apart.data(), false);
+    if (!is_reached() && shared && !std::equal(apart.begin(), apart.end(), task.previous))
+        walk(task.previous, true);
+    if (states.empty()) {
+        search_placement<kOneWindow>(task, floor, within, work, slots);
+        PlacementSearch<kOneWindow> search(task);
+        search.start_from(slots);
+        states.push_back(search.point());
+    }
+    return states;
 }
 
 }  // namespace eplb

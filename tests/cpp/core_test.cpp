@@ -1189,6 +1189,19 @@ void test_routing_aware(Random& random) {
     }
 }
 
+// Batches of which one has all experts live and the others none: fewer than none are live a deviation below
+// the mean.
+void test_uneven_batches() {
+    for (const std::int32_t gpus : {8, 9}) {
+        Counts batches(5 * 64, 0);
+        std::fill_n(batches.begin(), 64, 1);
+        const Ids room(gpus, 8);
+        Ids slots(gpus * 8);
+        place_for_liveness(liveness_of_batches(batches, 64), room, slots);
+        check(is_placement(slots, 64, 8, true), "placed for batches that have next to nothing in common");
+    }
+}
+
 void test_assignment(Random& random) {
     for (int i = 0; i < 200; ++i) {
         const auto n = static_cast<std::int32_t>(random.between(1, 6));
@@ -1353,6 +1366,7 @@ int main() {
     test_deepseek(random);
     test_placers(random);
     test_routing_aware(random);
+    test_uneven_batches();
     test_assignment(random);
     test_transfer(random);
     test_assign(random);

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from eplb_opt import TimeLimit
 from eplb_opt.bounds import placement_bound
 from eplb_opt.errors import EplbError, InfeasibleError, SolverUnavailableError
+from eplb_opt.measure import Measure, Split
 from eplb_opt.placers import Placed, PlacementProblem, placement_methods
 from eplb_opt.placers.exact import Found, Program, _Clock, place
 from eplb_opt.placing import PlacementPlan, solve_placement
@@ -193,6 +194,57 @@ def test_bad_input(method: str) -> None:
         place([1] * 6, num_nodes=2, num_groups=2)
     with pytest.raises(InfeasibleError, match="7 experts need 7 slots and 6 are filled"):
         place([1] * 7)
+
+
+@pytest.mark.parametrize("method", ENGINES)
+@pytest.mark.parametrize(
+    ("load", "groups", "previous", "optimum"),
+    [
+        ([1, 8], 2, [[0, 0, 1], [1, -1, 1]], 8),
+        ([9, 5, 0, 4, 0, 11], 6, [[1, 4], [0, 5], [2, 0], [4, 3]], 9.5),
+    ],
+)
+def test_from_a_placement_that_splits_groups(
+    method: str, load: list[int], groups: int, previous: list[list[int]], optimum: float
+) -> None:
+    """It is no start: the optimum is that of placements which keep groups to nodes."""
+    plan = solve_placement(
+        load,
+        num_gpus=len(previous),
+        slots_per_gpu=len(previous[0]),
+        num_nodes=2,
+        num_groups=groups,
+        previous=previous,
+        method=method,
+    )
+    assert float(plan.makespan) == optimum
+    assert int(plan.status) == Status.OPTIMAL
+
+
+@pytest.mark.parametrize("split", ["equal", "free"])
+@pytest.mark.parametrize("exponent", [-1070, -980, 1000])
+def test_loads_at_the_ends_of_doubles(split: str, exponent: int) -> None:
+    """CP-SAT's integers stand for them, however small a layer's total."""
+    place = partial(solve_placement, num_gpus=3, slots_per_gpu=2, method="cp-sat", split=split)
+    load = np.array([6.0, 5.0, 4.0, 3.0, 2.0])
+    plan, other = place(load), place(load * 2.0**exponent)
+    assert int(other.status) == Status.OPTIMAL
+    assert float(other.makespan) == pytest.approx(float(plan.makespan) * 2.0**exponent, rel=0.01)
+
+
+def test_values_of_a_makespan_beyond_doubles() -> None:
+    """With 800 copies at most, their common denominator has 346 digits."""
+    program = Program(
+        np.array([[3.0, 2.0, 1.0]]),
+        Measure(Split.FREE),
+        np.ones(800, np.int64),
+        np.zeros(800, np.int64),
+        np.zeros(3, np.int64),
+        np.zeros((3, 800), np.bool_),
+        most=2.0,
+        counted=1.0,
+    )
+    assert [program.raised(bound) for bound in (1.5, 0.0, -np.inf)] == [1.5, 0.0, -np.inf]
 
 
 @pytest.mark.parametrize(("method", "package"), [("highs", "highspy"), ("cp-sat", "ortools")])

@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 from eplb_opt.demand import count_tokens
 from eplb_opt.errors import InfeasibleError, InvalidTokensError
 from eplb_opt.placement import Placement
+from eplb_opt.placers import RoutingAware
+from eplb_opt.placers.routing_aware import _drawn
 from eplb_opt.placing import PlacementPlan, solve_placement
 from eplb_opt.routing import solve_routing
 from eplb_opt.trace import TokenTrace
-from eplb_opt.workload import Workload
+from eplb_opt.workload import Workload, visit_chances
 
 place = partial(solve_placement, method="routing-aware:work=30000")
 
@@ -200,16 +202,58 @@ def test_batches_are_integers() -> None:
 def test_bad_arguments() -> None:
     """Work below 0, more tokens or choices than there can be, too few slots alive."""
     on = partial(place, [1.0, 2.0], num_gpus=2, slots_per_gpu=1)
-    with pytest.raises(ValueError, match="work is at least 0"):
+    with pytest.raises(ValueError, match="routing-aware: work must be at least 0, not -1"):
         on(method="routing-aware:work=-1")
+    with pytest.raises(TypeError, match="routing-aware: work must be an integer, not nan"):
+        RoutingAware(work=float("nan"))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"tokens_per_batch is 549755813888; at most"):
         on(tokens_per_batch=2**39, top_k=1)
-    with pytest.raises(ValueError, match="at most 262144 are supported"):
-        on(tokens_per_batch=2**39 - 1, top_k=1, objective="tokens")
     with pytest.raises(ValueError, match="top_k is 3, and there are 2 experts"):
         on(tokens_per_batch=1, top_k=3)
     with pytest.raises(InfeasibleError, match="2 experts need 2 slots"):
         on(tokens_per_batch=1, top_k=1, previous=[[0], [-1]])
+
+
+def test_what_stays_on_a_gpu_keeps_its_slot() -> None:
+    """So do the slots that are empty."""
+    now = [[-1, 0], [1, 2]]
+    plan = place([5, 4, 3], num_gpus=2, slots_per_gpu=2, previous=now, tokens_per_batch=4, top_k=1)
+    for row, before in zip(plan.placement.slots.tolist(), now, strict=True):
+        assert all(e == old for e, old in zip(row, before, strict=True) if old in (*row, -1))
+
+
+def test_the_unit_of_loads_makes_no_difference_to_batches() -> None:
+    """Experts without load are drawn as rarely beside small loads as beside large ones."""
+    load = np.array([8.0, 4, 2, 1, 0, 0, 0, 0])
+    on = partial(place, num_gpus=4, slots_per_gpu=3, tokens_per_batch=16, top_k=5)
+    plans = [on(load * 2.0**n, objective="tokens") for n in (0, -30, -1070, 1000)]
+    assert all(plan.placement == plans[0].placement for plan in plans)
+
+
+def test_large_batches_are_drawn_as_counts() -> None:
+    """Their means are exact, their covariances those of tokens with distinct experts."""
+    load, tokens, top_k = skewed(1, 12), 5000, 3
+    chance = visit_chances(Workload.from_load(load, top_k).popularity, top_k)
+    counts = _drawn(load, tokens, top_k)[0]
+    assert abs(counts.sum(axis=-1) - tokens * top_k).max() <= 6
+    deviation = np.sqrt(tokens * chance * (1 - chance))[0]
+    assert abs(counts.mean(axis=0) - tokens * chance[0]).max() < 4 * deviation.max() / 48**0.5
+    singly = drawn(load, tokens, 200, top_k)[:, 0]
+    assert counts.std(axis=0) == pytest.approx(singly.std(axis=0), rel=0.4)
+    assert (counts.std(axis=0) / singly.std(axis=0)).mean() == pytest.approx(1, abs=0.1)
+
+
+def test_batches_of_any_size_are_placed_for() -> None:
+    """Within a fraction of a second, for the objective that needs batches."""
+    plan = place(
+        skewed(1, 16),
+        num_gpus=4,
+        slots_per_gpu=5,
+        tokens_per_batch=2**30,
+        top_k=2,
+        objective="tokens",
+    )
+    assert_lawful(plan, 5, 16)
 
 
 def test_nodes_are_not_heeded() -> None:

@@ -195,8 +195,7 @@ def test_a_budget_of_moves_is_kept(drawn: tuple[Windows, Placement], budget: int
     assert plan.moves.tolist() == count_moves(now, plan.placement).tolist()
     assert plan.moves.sum() <= budget
     apart = PlacementMetrics.of(now, load.mean(axis=0)).duplicates.sum() == 0
-    if apart:
-        assert plan.makespan.sum() <= plan.measure.makespan(now, load).sum() * (1 + 1e-9)
+    assert plan.makespan.sum() <= plan.measure.makespan(now, load).sum() * (1 + 1e-9)
     if apart and budget == 0:
         assert plan.placement == now
     stays = np.array(plan.placement.slots)[..., None] == np.array(now.slots)[..., None, :]
@@ -209,21 +208,108 @@ def test_a_budget_of_moves_is_kept(drawn: tuple[Windows, Placement], budget: int
 def test_the_curve_is_what_budgets_buy(drawn: tuple[Windows, Placement]) -> None:
     """At every corner of the curve, the budget gives that makespan."""
     load, now = drawn
-    if PlacementMetrics.of(now, load.mean(axis=0)).duplicates.sum():
-        return
-    curve = move_curve(load, now)
+    curve = move_curve(load, now.slots.tolist())
     for moves, makespan in zip(curve.moves[-3:], curve.makespan[-3:], strict=True):
         plan = improve(drawn, max_moves=int(moves))
         assert plan.makespan.sum() == pytest.approx(makespan, rel=1e-9)
 
 
+@settings(max_examples=40)
+@given(served(), st.booleans())
+def test_a_larger_budget_is_never_worse(drawn: tuple[Windows, Placement], distinct: bool) -> None:
+    """Whatever is served, shared copies too; if these must be parted, the budgets that suffice."""
+    sums: list[float] = []
+    for budget in range(6):
+        try:
+            plan = improve(drawn, max_moves=budget, distinct=distinct)
+        except InvalidPlacementError:
+            assert distinct
+            assert not sums
+            continue
+        assert plan.moves is not None
+        assert plan.moves.sum() <= budget
+        assert not (distinct and plan.duplicates)
+        sums.append(float(plan.makespan.sum()) * (1 - 1e-12 * budget))
+    assert sums == sorted(sums, reverse=True)
+
+
+def test_a_budget_for_shared_copies() -> None:
+    """One move may do more than the two that part them, which are made or refused if they must."""
+    now = [[1, 0], [2, 2], [0, 2]]
+    place = partial(search, [8, 3, 6], num_gpus=3, slots_per_gpu=2, previous=now)
+    peaks = [float(place(max_moves=moves).makespan) for moves in (0, 1, 2)]
+    assert peaks == pytest.approx([7, 17 / 3, 17 / 3])
+    apart = place(max_moves=2, distinct=True)
+    assert (apart.duplicates, int(apart.moves or 0)) == (0, 2)
+    with pytest.raises(
+        InvalidPlacementError, match="layer 0: GPU 1 has expert 2 twice; search takes 2 moves to"
+    ):
+        place(max_moves=1, distinct=True)
+
+
+SPLIT = [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+@pytest.mark.parametrize(
+    ("split", "moves", "defect"),
+    [
+        (SPLIT, 4, "experts 0 to 3 are a group, on nodes 0 and 1; search takes 4 moves to mend it"),
+        ([[0, 2], [1, 3], [0, 2], [1, 3]], 4, "expert 4 has no replica; search takes 4 moves"),
+    ],
+)
+def test_a_layer_that_cannot_be_started_from(
+    split: list[list[int]], moves: int, defect: str
+) -> None:
+    """One that splits a group is placed afresh, GPUs named for few moves, within the budget."""
+    load = [[10, 10, 10, 10, 1, 1, 1, 1]] * 2
+    kept = [[0, 1], [2, 3], [4, 5], [6, 7]]
+    now = Placement([kept, split], 8, allow_missing=True)
+    place = partial(
+        search, load, num_gpus=4, slots_per_gpu=2, num_nodes=2, num_groups=2, previous=now
+    )
+    for plan in (place(), place(max_moves=moves)):
+        assert plan.makespan.tolist() == plan.bound.tolist() == [20, 20]
+        assert plan.moves is not None
+        assert plan.moves.tolist() == [0, moves]
+    with pytest.raises(InvalidPlacementError, match=f"previous, layer 1: {defect}.* max_moves is"):
+        place(max_moves=moves - 1)
+    assert move_curve(load, now, num_nodes=2, num_groups=2).moves.tolist() == [moves]
+
+
+def test_nodes_with_too_many_groups_are_placed_afresh() -> None:
+    """Each group is on one node there, but three are on the first."""
+    now = [[0, 1, 2], [3, -1, -1]]
+    with pytest.raises(InfeasibleError, match="node 1 has 1 slots"):
+        search(np.ones(4), num_gpus=2, slots_per_gpu=3, num_nodes=2, num_groups=4, previous=now)
+    now = [[0, 1, 2], [3, 3, 3]]
+    place = partial(
+        search, np.ones(4), num_gpus=2, slots_per_gpu=3, num_nodes=2, num_groups=4, previous=now
+    )
+    assert float(place().makespan) == 2
+    with pytest.raises(InvalidPlacementError, match="layer 0: node 0 has 3 groups, not 2"):
+        place(max_moves=0)
+
+
+@pytest.mark.parametrize("exponent", [-1000, -600, 600, 1000])
+def test_the_unit_of_loads_makes_no_difference(exponent: int) -> None:
+    """Not even where squares of loads are beyond a double."""
+    load = np.random.default_rng(0).pareto(1, (2, 64)) + 0.01
+    place = partial(search, num_gpus=8, slots_per_gpu=9)
+    plan, other = place(load), place(load * 2.0**exponent)
+    assert other.placement == plan.placement
+    assert (other.makespan * 2.0**-exponent).tolist() == plan.makespan.tolist()
+    few = partial(place, previous=plan.placement, max_moves=9)
+    heavier = load[:, ::-1]
+    assert few(heavier * 2.0**exponent).placement == few(heavier).placement
+
+
 def test_an_expert_without_replica() -> None:
-    """Placed afresh when moves are free; with a budget the missing one is named."""
+    """Placed afresh when moves are free; with a budget of too few the missing one is named."""
     now = Placement([[[0, 1], [1, 2]]], num_experts=4, allow_missing=True)
     plan = search([[4, 1, 1, 4]], num_gpus=2, slots_per_gpu=2, previous=now)
     assert plan.makespan.tolist() == [5.0]
     with pytest.raises(InvalidPlacementError, match="layer 0: expert 3 has no replica"):
-        search([[4, 1, 1, 4]], num_gpus=2, slots_per_gpu=2, previous=now, max_moves=3)
+        search([[4, 1, 1, 4]], num_gpus=2, slots_per_gpu=2, previous=now, max_moves=0)
 
 
 def test_a_node_without_room() -> None:
@@ -289,10 +375,16 @@ def test_few_moves_do_most(shared_data: Path) -> None:
 
 
 def test_options_are_checked() -> None:
-    """Work and nearness are at least 0."""
+    """Work and nearness are at least 0, and work is an int64."""
     assert resolve_placer("search:work=10,within=0.01") == Search(within=0.01, work=10)
-    with pytest.raises(ValueError, match="search: within and work are at least 0, not -1"):
+    with pytest.raises(ValueError, match="search: within must be at least 0, not -1"):
         Search(within=-1)
+    with pytest.raises(ValueError, match="search: work must be at least 0, not -1"):
+        Search(work=-1)
+    with pytest.raises(ValueError, match="search: work must be at most 9223372036854775807"):
+        resolve_placer("search:work=9223372036854775808")
+    with pytest.raises(TypeError, match="search: work must be an integer, not inf"):
+        Search(work=float("inf"))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_moves counts from a previous placement"):
         search([1.0], num_gpus=1, slots_per_gpu=1, max_moves=1)
     with pytest.raises(

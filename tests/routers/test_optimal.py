@@ -169,7 +169,7 @@ def test_bad_seconds() -> None:
     for seconds in (-1.0, math.nan):
         with pytest.raises(ValueError, match="seconds must be at least 0"):
             Optimal(seconds=seconds)
-    with pytest.raises(ValueError, match="seconds='soon' is not a float"):
+    with pytest.raises(ValueError, match="seconds='soon' is not a number"):
         resolve_method("optimal:seconds=soon", V3)
 
 

@@ -118,7 +118,7 @@ def test_names_with_options(spec: str, objective: Objective, expected: object) -
         ("metro:seed=three", r"metro: seed='three' is not an? int"),
         ("metro:seed=", r"metro: seed='' is not an? int"),
         ("metro:seed=1.5", r"metro: seed='1.5' is not an? int"),
-        ("matching:lexicographic=yes", r"matching: lexicographic='yes' is not a bool"),
+        ("matching:lexicographic=yes", r"matching: lexicographic='yes' is not true or false"),
         ("metro:order=load", r"unknown order 'load'"),
         ("flow", r"flow solves tokens \(split allowed\) only, not activations; 'optimal' picks"),
     ],
