@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from typer.core import TyperGroup
 
 from eplb_opt.batches import local_batches, moe_layers
-from eplb_opt.commands import replay
+from eplb_opt.commands import replay, sweep
 from eplb_opt.commands.options import (
     JsonOption,
     QuietOption,
@@ -808,6 +808,7 @@ def place(
 
 
 app.command(epilog=replay.EPILOG)(replay.replay)
+app.command(epilog=sweep.EPILOG)(sweep.sweep)
 
 
 @app.command(
