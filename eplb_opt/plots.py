@@ -610,6 +610,7 @@ def _draw_frontier(
     unit = 1e9 if known else 1
     x, y = np.array([(row.cost / unit, row.mean(stage)) for row in frontier], np.float64).T
     ax.plot(x, y, color=_INK, drawstyle="steps-post", linewidth=0.8, label="frontier")
+    ax.plot(x, y, "o", color=_INK, mfc="none", markersize=7)
     for method, (colour, marker) in routers.items():
         own = [(row.cost / unit, row.mean(stage)) for row in rows if row.method == method]
         if own:
@@ -632,7 +633,7 @@ def _draw_activated(
         of = [[getattr(getattr(r, stage), figure) for r in rows if r.redundant == s] for s in slots]
         return [1 + s / experts for s in slots], [float(np.mean(values)) for values in of]
 
-    ax.plot(*means(rows, "live_experts"), ":", color=_INK, label="live experts")
+    ax.plot(*means(rows, "live_experts"), ":", color=_INK, label="live experts", zorder=3)
     ax.plot(*means(rows, "replicas_available"), "--", color=_INK, label="their replicas")
     for method, (colour, marker) in routers.items():
         own = [row for row in rows if row.method == method]

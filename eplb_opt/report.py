@@ -443,7 +443,7 @@ def _frontier_table(sweep: Sweep, gpus: int, stage: Stage) -> Table:
     times: list[StageTimes] = [getattr(row, stage) for row in rows]
     of = sum(row.gpus == gpus and row.mean(stage) is not None for row in sweep.rows)
     memory = [row.memory.total / 1e9 for row in rows if row.memory is not None]
-    columns = [
+    columns: list[tuple[str, list[str]]] = [
         ("placed\nfor", [row.stage or "-" for row in rows]),
         ("every", [str(row.interval or "-") for row in rows]),
         ("redun-\ndant", [str(row.redundant) for row in rows]),
