@@ -149,6 +149,7 @@ def sweep(
     ...         methods=["uniform", "makespan"],
     ...         time=StepTime("qwen3-30b-fp8"),
     ...         folder=folder,
+    ...         tokens=32,
     ...         steps=4,
     ...         jobs=1,
     ...     )

@@ -285,10 +285,9 @@ def test_a_sweep(tmp_path: Path) -> None:
     plot_sweep(sweep, path)
     for text in ("8 GPUs", "16 GPUs", "GB of a GPU", "ms per token", "frontier", "live experts"):
         assert f"<!-- {text}" in texts(path)
-    bare = tuple(replace(r, memory=None, decode=None, prefill=r.decode) for r in rows)
-    plot_sweep(replace(sweep, rows=bare), path)
+    bare = replace(rows[0], memory=None, decode=None, prefill=rows[0].decode)
+    plot_sweep(replace(sweep, rows=(bare,)), path)
     assert "<!-- redundant slots" in texts(path)
     assert "<!-- ms of a prefill step" in texts(path)
-    plot_sweep(replace(sweep, rows=(rows[0],)), path)
     with pytest.raises(ValueError, match="the sweep has no rows to draw"):
         plot_sweep(replace(sweep, rows=()), path)
