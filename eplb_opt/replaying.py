@@ -26,6 +26,7 @@ from eplb_opt.errors import InvalidPlacementError
 from eplb_opt.loop import Commit, Decision, EplbLoop
 from eplb_opt.objective import Objective
 from eplb_opt.placement import Placement
+from eplb_opt.pricing import slowest_gpu
 from eplb_opt.routers import RoutingMethod, resolve_for
 from eplb_opt.routers.quotas import Quotas
 from eplb_opt.routing import Router, Routing
@@ -520,7 +521,7 @@ class _Pricer:
         live = part.batch.tokens > 0
         demand = [
             live.sum(axis=(1, 2)),
-            (live * part.placement.copies).sum(axis=(1, 2)),
+            np.einsum("sle,le->s", live, part.placement.copies),
             part.batch.tokens.sum(axis=(1, 2)),
         ]
         per_gpu = part.scheduled / part.placement.num_gpus
@@ -544,7 +545,7 @@ class _Pricer:
         seconds = clock.perf_counter() - began
         makespan = routing.makespan
         if router.objective != self.time.pricing:
-            makespan = self.time.pricing.time(routing.tokens).max(axis=-1)
+            makespan = slowest_gpu(routing.tokens, self.time.pricing)
         live, available, tokens = demand
         parts = np.zeros((len(batch), len(PARTS)))
         parts[:, 0] = makespan.sum(axis=-1)

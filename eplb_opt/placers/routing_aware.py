@@ -14,7 +14,7 @@ from eplb_opt.demand import count_tokens
 from eplb_opt.errors import InvalidTokensError
 from eplb_opt.objective import Objective
 from eplb_opt.placers.base import Placed, PlacementProblem, PlacerTraits
-from eplb_opt.routers.makespan import core_pricing
+from eplb_opt.pricing import core_pricing
 from eplb_opt.workload import Workload, visit_chances
 
 _ACTIVATIONS, _TOKENS = Objective.of("activations"), Objective.of("tokens")

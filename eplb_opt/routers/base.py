@@ -20,6 +20,7 @@ from eplb_opt.demand import (
 from eplb_opt.errors import InvalidTokensError
 from eplb_opt.objective import Objective
 from eplb_opt.placement import Placement
+from eplb_opt.pricing import slowest_gpu
 from eplb_opt.status import Proof, Status
 from eplb_opt.stopping import TimeLimit
 
@@ -186,7 +187,7 @@ def finish(out: Routing, routed: NDArray[np.int64]) -> None:
 
 def evaluate(out: Routing) -> None:
     """Fill in the makespan of an answer's tokens under its objective."""
-    out.makespan[...] = out.objective.time(out.tokens).max(axis=-1, initial=0.0)
+    out.makespan[...] = slowest_gpu(out.tokens, out.objective)
 
 
 def _require_sum(by_source: NDArray[np.int64], tokens: NDArray[np.int64], name: str) -> None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from eplb_opt import _core
 from eplb_opt.objective import Objective
 from eplb_opt.placement import Placement
+from eplb_opt.pricing import core_pricing
 from eplb_opt.routers.base import Context, Solve, Traits, refuse
 
 if TYPE_CHECKING:
@@ -74,27 +75,6 @@ class Makespan:
                 refuse(placement, tokens, bad)
 
         return solve
-
-
-def core_pricing(objective: Objective, num_gpus: int) -> _core.Pricing:
-    """Return an objective as the core takes it.
-
-    Raises
-    ------
-    ValueError
-        If its slowness is of another number of GPUs.
-    """
-    objective.require_gpus(num_gpus)
-    pieces = [(p.offset, p.activation, p.tile, p.token) for p in objective.linear]
-    curve = objective.curves[0] if objective.curves else None
-    return _core.Pricing(
-        np.array(pieces, np.float64).reshape(-1, 4),
-        np.array(curve.tokens if curve else (), np.float64),
-        np.array(curve.times if curve else (), np.float64),
-        float(objective.tile_tokens),
-        np.array(objective.slowness or (1.0,) * num_gpus, np.float64),
-        objective.split,
-    )
 
 
 Prove = Callable[[_core.Placement, object, _core.Answer, int], int]

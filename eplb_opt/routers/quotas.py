@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eplb_opt.objective import Objective
 from eplb_opt.placement import Placement
-from eplb_opt.routers.base import SPLITTING, Context, Solve, Traits, allows_split, finish
-
-if TYPE_CHECKING:
-    from eplb_opt.routing import Routing
+from eplb_opt.routers.base import SPLITTING, Solve, Traits, allows_split
+from eplb_opt.routers.shares import route_shares
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +45,7 @@ class Quotas:
         "fixed shares of an expert's replicas, solved on earlier counts",
         objectives=SPLITTING,
         solves=allows_split,
+        compiled=True,
     )
 
     weights: ArrayLike = field(repr=False)
@@ -64,37 +63,18 @@ class Quotas:
         if weights.shape != placement.slots.shape:
             problem = f"quotas: weights are {list(weights.shape)}"
             raise ValueError(f"{problem}, the placement's slots {list(placement.slots.shape)}")
-        layers = placement.num_layers
-        layer = np.arange(layers)[:, None]
-        filled = placement.expert_of >= 0
-        begin, end = _intervals(placement, weights.reshape(layers, -1))
-
-        def solve(tokens: NDArray[np.int64], out: Routing, _: Context) -> None:
-            demand = tokens.reshape(-1, layers, placement.num_experts)
-            each = demand[:, layer, np.maximum(placement.expert_of, 0)]
-            taken = np.rint(end * each) - np.rint(begin * each)
-            finish(out, (taken * filled).astype(np.int64))
-
-        return solve
+        ends = _ends(placement, weights.reshape(placement.expert_of.shape))
+        return route_shares(placement, objective, threads, ends)
 
 
-def _intervals(
-    placement: Placement, weights: NDArray[np.float64]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return, [layers, slots], the part of its expert's tokens at which each slot begins and ends.
+def _ends(placement: Placement, weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the parts of an expert's tokens at which its replicas' own end, one after the other.
 
-    The parts of an expert's replicas, one after the other, are exactly 0 to 1.
+    Float64 [layers, experts, most copies], from weights [layers, slots]; the last is exactly 1.
     """
     table = placement.logical_to_physical
-    held = table >= 0
-    layer = np.arange(len(table))[:, None, None]
-    each = np.where(held, weights[layer, np.maximum(table, 0)], 0)
-    total = each.sum(axis=-1, keepdims=True)
-    each[..., :1] = np.where(total > 0, each[..., :1], 1)
+    each = np.take_along_axis(weights[:, None], np.maximum(table, 0), axis=2)
+    each[table < 0] = 0
+    each[..., 0] = np.where(each.any(axis=-1), each[..., 0], 1)
     ends = np.cumsum(each, axis=-1)
-    ends /= ends[..., -1:]
-    begins = np.concatenate([np.zeros_like(ends[..., :1]), ends[..., :-1]], axis=-1)
-    begin, end = np.zeros((2, *weights.shape))
-    at = np.broadcast_to(layer, table.shape)[held], table[held]
-    begin[at], end[at] = begins[held], ends[held]
-    return begin, end
+    return np.asarray(ends / ends[..., -1:])

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import ClassVar
 
 from eplb_opt.objective import Objective
 from eplb_opt.placement import Placement
-from eplb_opt.routers.base import SPLITTING, Context, Solve, Traits, allows_split, finish
-
-if TYPE_CHECKING:
-    from eplb_opt.routing import Routing
+from eplb_opt.routers.base import SPLITTING, Solve, Traits, allows_split
+from eplb_opt.routers.shares import route_shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +20,7 @@ class Uniform:
 
     Notes
     -----
-    O(slots) per problem, vectorised.
+    O(experts + slots) per problem, in the compiled core.
 
     Examples
     --------
@@ -41,19 +36,9 @@ class Uniform:
         "equal split over an expert's replicas (EPLB's assumption)",
         objectives=SPLITTING,
         solves=allows_split,
+        compiled=True,
     )
 
     def bind(self, placement: Placement, objective: Objective, threads: int) -> Solve:
         """Prepare for a placement and return the function that routes on it."""
-        layer = np.arange(placement.num_layers)[:, None]
-        expert = np.maximum(placement.expert_of, 0)
-        filled = placement.expert_of >= 0
-        copies = np.maximum(placement.copies[layer, expert], 1)
-        turn = (placement.replica_index - expert) % copies
-
-        def solve(tokens: NDArray[np.int64], out: Routing, _: Context) -> None:
-            demand = tokens.reshape(-1, placement.num_layers, placement.num_experts)
-            share, left = np.divmod(demand[:, layer, expert], copies)
-            finish(out, (share + (turn < left)) * filled)
-
-        return solve
+        return route_shares(placement, objective, threads)

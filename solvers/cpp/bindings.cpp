@@ -37,6 +37,7 @@
 #include "pricing.hpp"
 #include "reslotting.hpp"
 #include "routing_aware.hpp"
+#include "shares.hpp"
 #include "slot_keeping.hpp"
 #include "swift.hpp"
 #include "transfer.hpp"
@@ -136,6 +137,12 @@ struct Problem {
     std::int64_t* cleared() const {
         std::memset(routed, 0, layer.physical_slots() * sizeof *routed);
         return routed;
+    }
+    void write_unproven() const {
+        bound = std::numeric_limits<double>::quiet_NaN();
+        status = kFeasible;
+        proved_by = static_cast<std::int8_t>(Proof::none);
+        std::fill_n(certificate, layer.gpus, false);
     }
     template <class Solver>
     void write_proof(const Solver& solver) const {
@@ -245,10 +252,7 @@ std::int64_t route_metro(const Placement& placement, nb::handle tokens, Answer& 
         for (int g = 0; g < problem.layer.gpus; ++g)
             makespan = std::max(makespan, problem.activated[g] = metro.activated(g));
         problem.makespan = static_cast<double>(makespan);
-        problem.bound = std::numeric_limits<double>::quiet_NaN();
-        problem.status = kFeasible;
-        problem.proved_by = static_cast<std::int8_t>(Proof::none);
-        std::fill_n(problem.certificate, problem.layer.gpus, false);
+        problem.write_unproven();
         return outcome;
     });
 }
@@ -269,6 +273,40 @@ std::unique_ptr<Pricing> make_pricing(Doubles pieces, Doubles curve_tokens, Doub
     const auto copy = [](const Doubles& a) { return std::vector<double>(a.data(), a.data() + a.size()); };
     return std::make_unique<Pricing>(std::move(linear), Curve{copy(curve_tokens), copy(curve_times)}, tile_tokens,
                                      copy(slowness), split);
+}
+
+// `tokens` is [..., gpus, slots], `makespan` [...].
+void price(Array<const std::int64_t> tokens, const Pricing& pricing, Array<double> makespan) {
+    const std::size_t lead = makespan.ndim(), gpus = pricing.gpus();
+    require(tokens.ndim() == lead + 2 && tokens.shape(lead) == gpus, "one slowness per GPU");
+    const std::size_t slots = tokens.shape(lead + 1);
+    require(tokens.size() == makespan.size() * gpus * slots, "one makespan per problem");
+    nb::gil_scoped_release unlocked;
+    for (std::size_t i = 0; i < makespan.size(); ++i)
+        makespan.data()[i] = pricing.slowest(tokens.data() + i * gpus * slots, static_cast<std::int32_t>(slots));
+}
+
+// `first` is [layers x experts + 1], into `slots`, and `ends` if there are any.
+std::int64_t route_shares(const Placement& placement, nb::handle tokens, Answer& answer, int threads,
+                          const Pricing& pricing, const Ids& first, const Ids& slots,
+                          std::optional<Doubles> ends) {
+    const Layer& any = placement.layer(0);
+    const std::size_t layers = placement.num_layers(), experts = any.experts;
+    require(pricing.gpus() == any.gpus, "one slowness per GPU");
+    require(first.size() == layers * experts + 1 &&
+                first.data()[layers * experts] == static_cast<std::int32_t>(slots.size()) &&
+                (!ends || ends->size() == slots.size()),
+            "shares of all replicas");
+    const std::span of_slots(slots.data(), slots.size());
+    const std::span of_ends = ends ? std::span(ends->data(), ends->size()) : std::span<const double>();
+    return each_problem(placement, tokens, answer, threads, [&]<int W>(const Problem& problem) {
+        const Shares shares{std::span(first.data() + problem.layer_id * experts, experts + 1), of_slots, of_ends};
+        const Outcome outcome = route_by_shares(problem.layer, shares, problem.tokens, problem.cleared());
+        count_activated(problem.layer, problem.routed, problem.activated);
+        problem.makespan = pricing.slowest(problem.routed, problem.layer.slots_per_gpu);
+        problem.write_unproven();
+        return outcome;
+    });
 }
 
 template <int W>
@@ -737,6 +775,9 @@ NB_MODULE(_core, m) {
     m.def("route_flow", &route_flow, "placement"_a, "tokens"_a, "answer"_a, "threads"_a);
     m.def("route_metro", &route_metro, "placement"_a, "tokens"_a, "answer"_a, "threads"_a,
           "order"_a.noconvert().none());
+    m.def("route_shares", &route_shares, "placement"_a, "tokens"_a, "answer"_a, "threads"_a, "pricing"_a,
+          "first"_a.noconvert(), "slots"_a.noconvert(), "ends"_a.noconvert().none());
+    m.def("price", &price, "tokens"_a.noconvert(), "pricing"_a, "makespan"_a.noconvert());
     m.def("route_makespan", &route_makespan, "placement"_a, "tokens"_a, "answer"_a, "threads"_a, "pricing"_a,
           "work"_a);
     m.def("prove_makespan", &prove_makespan, "placement"_a, "tokens"_a, "answer"_a, "threads"_a, "pricing"_a,

@@ -45,7 +45,7 @@ class Makespan {
         if (pricing.uniform())
             raise(pricing.time_of_activated(0, static_cast<double>(matching.makespan())), Proof::matching,
                   matching);
-        makespan_ = price(routed);
+        makespan_ = pricing_->slowest(routed, layer_->slots_per_gpu);
         // Flow before the greedy start where tokens are what needs most time.
         const double even = even_tokens();
         const bool by_tokens = even > bound_;
@@ -63,7 +63,9 @@ class Makespan {
             any_.bind(pricing);
             run(any_, even, by_tokens, max_work);
         }
-        if (pricing.curved()) makespan_ = price(routed);  // anew: sums that a search kept may have drifted
+        if (pricing.curved())
+            makespan_ = pricing_->slowest(
+                routed, layer_->slots_per_gpu);  // anew: sums that a search kept may have drifted
         return Outcome::ok;
     }
 
@@ -111,7 +113,8 @@ class Makespan {
         if (pricing_->uniform())
             raise(pricing_->time_of_tokens(0, static_cast<double>(flow.makespan())), Proof::flow, flow);
         if (!pricing_->split()) return;
-        if (const double makespan = price(balanced_.data()); makespan < makespan_) {
+        if (const double makespan = pricing_->slowest(balanced_.data(), layer_->slots_per_gpu);
+            makespan < makespan_) {
             makespan_ = makespan;
             std::copy(balanced_.begin(), balanced_.end(), routed_);
         }
@@ -216,23 +219,6 @@ class Makespan {
         makespan_ = makespan;
         for (std::int32_t o = 0; o < choices_.options(); ++o)
             routed_[choices_.option(o).slot] = static_cast<std::int64_t>(search.tokens()[o]);
-    }
-    double price(const std::int64_t* routed) const {
-        double most = 0;
-        for (int g = 0; g < layer_->gpus; ++g) {
-            Load load;
-            if (pricing_->counted()) {
-                Fill fill = 0;
-                for (int s = 0; s < layer_->slots_per_gpu; ++s) fill += fill_of(*routed++);
-                load.activated = static_cast<double>(activated_in(fill));
-                load.tokens = static_cast<double>(tokens_in(fill));
-            } else {
-                for (int s = 0; s < layer_->slots_per_gpu; ++s)
-                    load += pricing_->replica(static_cast<double>(*routed++));
-            }
-            most = std::max(most, pricing_->time(g, load));
-        }
-        return most;
     }
 
     const Pricing* pricing_ = nullptr;

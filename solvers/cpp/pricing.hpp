@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -91,6 +92,27 @@ class Pricing {
         if (counted()) return {x > 0 ? 1.0 : 0.0, 0.0, x, 0.0};
         return {x > 0 ? 1.0 : 0.0, tiled_ ? std::ceil(x / tile_tokens_) : 0.0, x,
                 curve_.empty() ? 0.0 : curve_.time(x)};
+    }
+
+    // The time of the slowest GPU, whose replicas have these tokens, [gpus, slots_per_gpu].
+    double slowest(const std::int64_t* routed, std::int32_t slots_per_gpu) const {
+        double most = 0;
+        for (int g = 0; g < gpus(); ++g, routed += slots_per_gpu) {
+            const std::span mine(routed, slots_per_gpu);
+            Load load;
+            if (counted()) {
+                // The sign of -x says whether there is a token: unlike a comparison, two fit one vector.
+                std::uint64_t activated = 0;
+                std::int64_t tokens = 0;
+                for (const std::int64_t x : mine) activated += static_cast<std::uint64_t>(-x) >> 63, tokens += x;
+                load.activated = static_cast<double>(activated);
+                load.tokens = static_cast<double>(tokens);
+            } else {
+                for (const std::int64_t x : mine) load += replica(static_cast<double>(x));
+            }
+            most = std::max(most, time(g, load));
+        }
+        return most;
     }
 
     // The least time of a GPU with so many activated replicas: each has a token and a tile.

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -38,6 +39,7 @@
 #include "pricing.hpp"
 #include "problem.hpp"
 #include "routing_aware.hpp"
+#include "shares.hpp"
 #include "swift.hpp"
 #include "transfer.hpp"
 #include "trtllm.hpp"
@@ -863,6 +865,54 @@ void test_bad_tokens(Random& random) {
           "makespan refuses an expert without a replica");
 }
 
+// Even shares and shares that end anywhere, both copies on a GPU counted.
+void test_shares(Random& random) {
+    for (int round = 0; round < 400; ++round) {
+        const Problem p = draw_problem(random, static_cast<std::int32_t>(random.between(1, 9)),
+                                       static_cast<std::int32_t>(random.between(1, 6)),
+                                       static_cast<std::int32_t>(random.between(1, 20)));
+        const Placement placement = p.placement();
+        Ids first, slots;
+        std::vector<double> ends;
+        for (std::int32_t e = 0; e < p.experts; ++e) {
+            first.push_back(static_cast<std::int32_t>(slots.size()));
+            for (std::size_t s = 0; s < p.slots.size(); ++s)
+                if (p.slots[s] == e) slots.push_back(static_cast<std::int32_t>(s));
+            for (std::size_t s = first.back(); s < slots.size(); ++s)
+                ends.push_back(s + 1 == slots.size() ? 1.0 : static_cast<double>(random.below(1000)) / 1000);
+            std::sort(ends.begin() + first.back(), ends.end());
+        }
+        first.push_back(static_cast<std::int32_t>(slots.size()));
+        for (const bool even : {true, false}) {
+            Counts routed(p.slots.size(), 0), sums(p.experts, 0);
+            const Shares shares{first, slots, even ? std::span<const double>() : ends};
+            const std::int64_t before = allocations;
+            check(route_by_shares(placement.layer(0), shares, p.tokens.data(), routed.data()) == Outcome::ok,
+                  "shares are routed");
+            check(allocations == before, "shares allocate nothing");
+            for (std::int32_t e = 0; e < p.experts; ++e) {
+                for (std::int32_t i = first[e]; i < first[e + 1]; ++i) {
+                    const std::int64_t x = routed[slots[i]];
+                    sums[e] += x;
+                    const std::int64_t copies = first[e + 1] - first[e], place = i - first[e],
+                                       turn = (place + copies - e % copies) % copies;
+                    const double begin = place == 0 ? 0.0 : ends[i - 1], t = static_cast<double>(p.tokens[e]);
+                    const auto exact =
+                        static_cast<std::int64_t>(std::nearbyint(ends[i] * t) - std::nearbyint(begin * t));
+                    check(x == (even ? (p.tokens[e] + copies - 1 - turn) / copies : exact),
+                          "a replica takes its share, and what is left over goes in turn");
+                }
+            }
+            check(sums == p.tokens, "shares serve every token");
+        }
+        Counts bad = p.tokens, routed(p.slots.size(), 0);
+        bad[random.below(p.experts)] = -1;
+        check(route_by_shares(placement.layer(0), {first, slots, ends}, bad.data(), routed.data()) ==
+                  Outcome::bad_tokens,
+              "shares refuse counts out of range");
+    }
+}
+
 void check_layer(const Problem& p, const Layer& layer) {
     const Gpus filled = p.filled();
     check(layer.filled_gpus == std::count(filled.begin(), filled.end(), true), "filled GPUs are counted");
@@ -1363,6 +1413,7 @@ int main() {
     test_makespan_width(random);
     test_makespan(random);
     test_bad_tokens(random);
+    test_shares(random);
     test_deepseek(random);
     test_placers(random);
     test_routing_aware(random);

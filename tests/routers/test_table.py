@@ -55,7 +55,7 @@ def test_all_methods_are_listed_with_what_they_can_do() -> None:
     extras = {name: traits.extra for name, traits in methods.items() if traits.extra}
     assert extras == dict.fromkeys(("highs", "cp-sat", "pulp", "lst"), "exact")
     compiled = {name for name, traits in methods.items() if traits.compiled}
-    assert compiled == {"matching", "flow", "makespan", "metro"}
+    assert compiled == {"matching", "flow", "makespan", "metro", "uniform"}
     needs = {name: traits.needs for name, traits in methods.items() if traits.needs}
     assert needs == {
         "nearest": ("source_tokens",),
