@@ -15,6 +15,9 @@ __all__ = [
 ]
 
 
+_FAILURES_TOLD = 10
+
+
 class EplbError(Exception):
     """Base of every error that eplb-opt raises on purpose."""
 
@@ -75,10 +78,12 @@ class SweepError(EplbError):
         self.failed = dict(failed)
         self.deployments = deployments
         self.folder = folder
-        lines = "".join(f"\n  {name}: {reason}" for name, reason in failed.items())
+        lines = [f"\n  {name}: {reason}" for name, reason in failed.items()]
+        if len(lines) > _FAILURES_TOLD:
+            lines[_FAILURES_TOLD:] = [f"\n  and {len(lines) - _FAILURES_TOLD} more"]
         super().__init__(
             f"{len(failed)} of {deployments} deployments failed; the others are stored in {folder},"
-            f" and the same call computes just these:{lines}"
+            f" and the same call computes just these:{''.join(lines)}"
         )
 
     def __reduce__(self) -> tuple[type[SweepError], tuple[dict[str, str], int, object]]:
