@@ -28,6 +28,7 @@ from eplb_opt.errors import (
     InvalidPlacementError,
     InvalidTokensError,
     SolverUnavailableError,
+    SweepError,
 )
 from eplb_opt.formats.placements import PlacementFormat, read_placement, write_placement
 from eplb_opt.gap import optimality_gap
@@ -50,6 +51,9 @@ from eplb_opt.settings import AscendEplb, Deployment, SglangEplb, VllmEplb
 from eplb_opt.status import Proof, Status
 from eplb_opt.step_time import Communication, Line, Migration, StepTime
 from eplb_opt.stopping import TimeLimit
+from eplb_opt.sweep_folder import read_sweep
+from eplb_opt.sweep_results import Sweep, SweepRow
+from eplb_opt.sweeping import sweep
 from eplb_opt.topology import Transport, transport
 from eplb_opt.trace import LoadTrace, StepFacts, TokenTrace, read_trace, write_trace
 from eplb_opt.transfer import (
@@ -121,6 +125,9 @@ __all__ = [
     "Status",
     "StepFacts",
     "StepTime",
+    "Sweep",
+    "SweepError",
+    "SweepRow",
     "TimeLimit",
     "TokenTrace",
     "TransferPlan",
@@ -141,6 +148,7 @@ __all__ = [
     "placement_methods",
     "plan_transfer",
     "read_placement",
+    "read_sweep",
     "read_trace",
     "regime_map",
     "replay",
@@ -148,6 +156,7 @@ __all__ = [
     "saving_per_step",
     "solve_placement",
     "solve_routing",
+    "sweep",
     "transport",
     "write_placement",
     "write_trace",

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from typer.core import TyperGroup
 
 from eplb_opt.batches import local_batches, moe_layers
-from eplb_opt.commands import advise, replay
+from eplb_opt.commands import advise, replay, sweep
 from eplb_opt.commands.options import (
     JsonOption,
     QuietOption,
@@ -809,6 +809,7 @@ def place(
 
 app.command(epilog=replay.EPILOG)(replay.replay)
 app.command(epilog=advise.EPILOG)(advise.advise)
+app.command(epilog=sweep.EPILOG)(sweep.sweep)
 
 
 @app.command(

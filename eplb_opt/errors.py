@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 __all__ = [
     "EplbError",
     "FormatError",
@@ -9,7 +11,11 @@ __all__ = [
     "InvalidPlacementError",
     "InvalidTokensError",
     "SolverUnavailableError",
+    "SweepError",
 ]
+
+
+_FAILURES_TOLD = 10
 
 
 class EplbError(Exception):
@@ -53,3 +59,32 @@ class FormatError(EplbError, ValueError):
 
 class SolverUnavailableError(EplbError, ImportError):
     """A method needs a package that is not installed; the message names the extra to install."""
+
+
+class SweepError(EplbError):
+    """Deployments of a sweep failed; the others are stored.
+
+    Parameters
+    ----------
+    failed
+        Why, by deployment.
+    deployments
+        How many were asked for.
+    folder
+        Where the others are.
+    """
+
+    def __init__(self, failed: Mapping[str, str], deployments: int, folder: object) -> None:
+        self.failed = dict(failed)
+        self.deployments = deployments
+        self.folder = folder
+        lines = [f"\n  {name}: {reason}" for name, reason in failed.items()]
+        if len(lines) > _FAILURES_TOLD:
+            lines[_FAILURES_TOLD:] = [f"\n  and {len(lines) - _FAILURES_TOLD} more"]
+        super().__init__(
+            f"{len(failed)} of {deployments} deployments failed; the others are stored in {folder},"
+            f" and the same call computes just these:{''.join(lines)}"
+        )
+
+    def __reduce__(self) -> tuple[type[SweepError], tuple[dict[str, str], int, object]]:
+        return type(self), (self.failed, self.deployments, self.folder)

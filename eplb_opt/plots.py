@@ -20,13 +20,14 @@ from eplb_opt.errors import SolverUnavailableError
 from eplb_opt.gap import GapStudy
 from eplb_opt.regime import CHOICES, Choice, Crossover, RegimeMap
 from eplb_opt.replaying import PARTS, Replay
+from eplb_opt.sweep_results import Sweep, SweepRow
 from eplb_opt.workload import Stage
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["plot_comparison", "plot_gap", "plot_regimes", "plot_replay"]
+__all__ = ["plot_comparison", "plot_gap", "plot_regimes", "plot_replay", "plot_sweep"]
 
 _INK, _GRID = "#333333", "#e6e6e6"
 # Okabe and Ito's colours, told apart with every kind of colour vision, but for their yellow, which
@@ -184,6 +185,35 @@ def plot_replay(replays: Sequence[Replay], path: str | os.PathLike[str]) -> None
     """
     with _figure(path, f"Replay: {replays[0].traffic}, {replays[0].objective}") as figure:
         _draw_replays(figure, replays)
+
+
+def plot_sweep(sweep: Sweep, path: str | os.PathLike[str]) -> None:
+    """Draw what redundancy costs and buys, and what it does to the experts that are activated.
+
+    A column per EP size, a colour per router. Above, a point per deployment: the mean decode step
+    over a GPU's memory, or over redundant slots where the memory is not known, with a line along
+    those that no other beats (`Sweep.frontier`). Below, by replication, experts per layer: live
+    ones, their replicas, and the replicas that are activated, means over deployments. Where no step
+    is of decode, both are of prefill.
+
+    Parameters
+    ----------
+    sweep
+        What `eplb_opt.sweep` returned.
+    path
+        Where to write it, as for `plot_gap`.
+
+    Raises
+    ------
+    ValueError
+        When the sweep has no rows.
+    SolverUnavailableError, OSError
+        As `plot_gap`.
+    """
+    if not sweep.rows:
+        raise ValueError("the sweep has no rows to draw")
+    with _figure(path, f"Sweep: {sweep.traffic}, {sweep.objective}") as figure:
+        _draw_sweep(figure, sweep)
 
 
 @contextmanager
@@ -547,3 +577,65 @@ def _draw_parts(ax: Axes, replay: Replay, stage: Stage) -> None:
             left += wide
     ax.set_yticks(place, [_short(row.method) for row in replay.rows])
     ax.set(ylim=(len(rows) - 0.5, -0.5), xlabel="ms of a mean step")
+
+
+def _draw_sweep(figure: Figure, sweep: Sweep) -> None:
+    """Draw two panels for each EP size."""
+    stage = sweep.stages[0]
+    figure.set_size_inches(1.2 + 2.4 * max(2, len(sweep.gpus)), 4.6)
+    panels = figure.subplots(2, len(sweep.gpus), sharey="row", squeeze=False)
+    looks = zip(cycle(_COLOURS), _MARKERS * len(_COLOURS), strict=False)
+    routers = dict(zip(dict.fromkeys(row.method for row in sweep.rows), looks, strict=False))
+    for gpus, (pareto, activated) in zip(sweep.gpus, panels.T, strict=True):
+        rows = [row for row in sweep.rows if row.gpus == gpus and row.mean(stage) is not None]
+        pareto.set_title(f"{gpus} GPUs")
+        _draw_frontier(pareto, rows, sweep.frontier(gpus, stage), stage, routers)
+        _draw_activated(activated, rows, sweep.experts, stage, routers)
+        for ax in (pareto, activated):
+            ax.grid(color=_GRID, linewidth=0.5)
+    panels[0, 0].set_ylabel("ms per token" if stage == "decode" else "ms of a prefill step")
+    panels[1, 0].set_ylabel("experts or replicas\nper layer")
+    _legend_below(figure, panels.ravel().tolist(), "outside lower left")
+
+
+def _draw_frontier(
+    ax: Axes,
+    rows: Sequence[SweepRow],
+    frontier: Sequence[SweepRow],
+    stage: Stage,
+    routers: Mapping[str, tuple[str, str]],
+) -> None:
+    """Draw time over cost: a point per row, and a line along the best."""
+    known = all(row.memory is not None for row in rows)
+    unit = 1e9 if known else 1
+    x, y = np.array([(row.cost / unit, row.mean(stage)) for row in frontier], np.float64).T
+    ax.plot(x, y, color=_INK, drawstyle="steps-post", linewidth=0.8, label="frontier")
+    ax.plot(x, y, "o", color=_INK, mfc="none", markersize=7)
+    for method, (colour, marker) in routers.items():
+        own = [(row.cost / unit, row.mean(stage)) for row in rows if row.method == method]
+        if own:
+            x, y = np.array(own, np.float64).T
+            ax.plot(x, y, marker, color=colour, mec="white", label=method)
+    ax.set_xlabel("GB of a GPU for routed experts" if known else "redundant slots")
+
+
+def _draw_activated(
+    ax: Axes,
+    rows: Sequence[SweepRow],
+    experts: int,
+    stage: Stage,
+    routers: Mapping[str, tuple[str, str]],
+) -> None:
+    """Draw live experts, their replicas, and those activated by each router, over replication."""
+
+    def means(rows: Sequence[SweepRow], figure: str) -> tuple[list[float], list[float]]:
+        slots = sorted({row.redundant for row in rows})
+        of = [[getattr(getattr(r, stage), figure) for r in rows if r.redundant == s] for s in slots]
+        return [1 + s / experts for s in slots], [float(np.mean(values)) for values in of]
+
+    ax.plot(*means(rows, "live_experts"), ":", color=_INK, label="live experts", zorder=3)
+    ax.plot(*means(rows, "replicas_available"), "--", color=_INK, label="their replicas")
+    for method, (colour, marker) in routers.items():
+        own = [row for row in rows if row.method == method]
+        ax.plot(*means(own, "activated"), marker + "-", color=colour, mec="white")
+    ax.set_xlabel("replication (slots / experts)")

@@ -31,6 +31,7 @@ from eplb_opt.replaying import Replay, StageTimes
 from eplb_opt.routers import routing_methods
 from eplb_opt.routing import Routing
 from eplb_opt.status import Proof, Status
+from eplb_opt.sweep_results import Sweep
 from eplb_opt.trace import LoadTrace, TokenTrace
 from eplb_opt.workload import MODEL_SHAPES, Stage
 
@@ -45,6 +46,7 @@ __all__ = [
     "print_replay",
     "print_routing",
     "print_study",
+    "print_sweep",
     "print_trace",
 ]
 
@@ -482,6 +484,56 @@ def _known_texts(values: Sequence[float | None]) -> list[str]:
     """Format values alike; nothing for those that are not known."""
     texts = _texts([inf if value is None else value for value in values])
     return ["" if value is None else text for value, text in zip(values, texts, strict=True)]
+
+
+def print_sweep(sweep: Sweep) -> None:
+    """Print a table per EP size and stage: what no other deployment and router beats."""
+    console = _console()
+    console.print(Text(sweep.traffic, style="bold"), soft_wrap=True)
+    last = sweep.first_step + sweep.steps - 1
+    console.print(
+        f"steps {sweep.first_step} to {last}; {many(sweep.cells, 'deployment')}, "
+        f"{many(len(sweep.rows), 'row')} with their routers; objective {sweep.objective}"
+    )
+    for gpus in sweep.gpus:
+        for stage in sweep.stages:
+            console.print()
+            console.print(_frontier_table(sweep, gpus, stage))
+    cost = "memory" if all(row.memory for row in sweep.rows) else "redundancy"
+    console.print(
+        f"\n[dim]shown: the Pareto frontier, of which no other has less {cost} and a shorter mean"
+        " step; green: the shortest\nplaced for: whose load placements are made for; every: steps"
+        " from one to the next; milliseconds per step[/dim]"
+    )
+
+
+def _frontier_table(sweep: Sweep, gpus: int, stage: Stage) -> Table:
+    """Return a row for each that is on the frontier."""
+    rows = sweep.frontier(gpus, stage)
+    times: list[StageTimes] = [getattr(row, stage) for row in rows]
+    of = sum(row.gpus == gpus and row.mean(stage) is not None for row in sweep.rows)
+    memory = [row.memory.total / 1e9 for row in rows if row.memory is not None]
+    columns: list[tuple[str, list[str]]] = [
+        ("placed\nfor", [row.stage or "-" for row in rows]),
+        ("every", [str(row.interval or "-") for row in rows]),
+        ("redun-\ndant", [str(row.redundant) for row in rows]),
+        ("GB\nper GPU", _texts(memory)),
+        ("mean\nms", _texts([t.mean for t in times], decimals=3)),
+        ("p50", _texts([t.p50 for t in times], decimals=3)),
+        ("p99", _texts([t.p99 for t in times], decimals=3)),
+        ("acti-\nvated", _texts([t.activated for t in times], decimals=1)),
+        ("moves", [str(row.moves) for row in rows]),
+        ("tokens/s", [f"{row.tokens_per_second:.0f}" for row in rows]),
+    ]
+    kept = [column for column in columns if column[1]]
+    title = f"{many(gpus, 'GPU')}, {stage}: {len(rows)} of {of} rows"
+    table = _table(title, "router", "placer", *(header for header, _ in kept), left=2)
+    for column in table.columns:
+        column.vertical = "bottom"
+    for row, *cells in zip(rows, *(cells for _, cells in kept), strict=True):
+        style = "green" if row is rows[-1] else ""
+        table.add_row(Text(row.method), Text(row.placer or "in order"), *cells, style=style)
+    return table
 
 
 def print_comparison(comparison: PlacementComparison) -> None:

@@ -16,12 +16,15 @@ from hypothesis.extra import numpy as hnp
 from eplb_opt.comparison import ComparedPlan, PlacementComparison
 from eplb_opt.errors import SolverUnavailableError
 from eplb_opt.gap import GapRow, GapStudy
+from eplb_opt.memory import MemoryPerGpu
 from eplb_opt.metrics import PlacementMetrics
 from eplb_opt.placement import Placement
 from eplb_opt.placers import first_placement
 from eplb_opt.placing import solve_placement
-from eplb_opt.plots import _apart, plot_comparison, plot_gap, plot_regimes
+from eplb_opt.plots import _apart, plot_comparison, plot_gap, plot_regimes, plot_sweep
 from eplb_opt.regime import Choice, Crossover, RegimeMap, RegimeRow
+from eplb_opt.replaying import StageTimes
+from eplb_opt.sweep_results import Sweep, SweepRow
 
 mpl = pytest.importorskip("matplotlib")
 
@@ -259,3 +262,32 @@ def test_labels_are_moved_apart(wanted: np.ndarray, distance: float) -> None:
     assert (np.diff(places[order]) >= distance - 1e-9).all()
     assert places.mean() == pytest.approx(wanted.mean())
     np.testing.assert_allclose(_apart(places, distance), places, atol=1e-9)
+
+
+def swept(gpus: int, redundant: int, method: str, mean: float) -> SweepRow:
+    """Make a row of a sweep, of which the memory is known."""
+    times = (mean, 0.9 * mean, 1.1 * mean, 1.2 * mean, math.nan, mean, 0.0, 0.0, 0.0, 0.0)
+    decode = StageTimes(30, *times, 7.0, 10.0, 8.0, 4.0, 12.0)
+    memory = MemoryPerGpu(10**9, 10**7 * redundant, 0, 0)
+    return SweepRow(gpus, redundant, None, None, None, method, decode, None, 1e5, 0, 0, memory)
+
+
+def test_a_sweep(tmp_path: Path) -> None:
+    """A column per EP size; memory, or redundant slots; the stage that there is; or nothing."""
+    path = tmp_path / "sweep.svg"
+    rows = [
+        swept(gpus, redundant, method, 2.0 + redundant / 10)
+        for gpus in (8, 16)
+        for redundant in (0, 4)
+        for method in ("uniform", "metro")
+    ]
+    sweep = Sweep("traffic", "makespan", 16, 0, 30, 4, tuple(rows))
+    plot_sweep(sweep, path)
+    for text in ("8 GPUs", "16 GPUs", "GB of a GPU", "ms per token", "frontier", "live experts"):
+        assert f"<!-- {text}" in texts(path)
+    bare = replace(rows[0], memory=None, decode=None, prefill=rows[0].decode)
+    plot_sweep(replace(sweep, rows=(bare,)), path)
+    assert "<!-- redundant slots" in texts(path)
+    assert "<!-- ms of a prefill step" in texts(path)
+    with pytest.raises(ValueError, match="the sweep has no rows to draw"):
+        plot_sweep(replace(sweep, rows=()), path)
