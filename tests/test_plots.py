@@ -267,7 +267,7 @@ def test_labels_are_moved_apart(wanted: np.ndarray, distance: float) -> None:
 def swept(gpus: int, redundant: int, method: str, mean: float) -> SweepRow:
     """Make a row of a sweep, of which the memory is known."""
     times = (mean, 0.9 * mean, 1.1 * mean, 1.2 * mean, math.nan, mean, 0.0, 0.0, 0.0, 0.0)
-    decode = StageTimes(30, *times, 7.0, 10.0, 8.0, 4.0, 12.0)
+    decode = StageTimes(30, *times, 7.0, 10.0, 8.0, 4.0, 12.0, 5e4)
     memory = MemoryPerGpu(10**9, 10**7 * redundant, 0, 0)
     return SweepRow(gpus, redundant, None, None, None, method, decode, None, 1e5, 0, 0, memory)
 

@@ -14,7 +14,7 @@ from eplb_opt.memory import MemoryPerGpu
 from eplb_opt.replaying import StageTimes
 from eplb_opt.sweep_results import COLUMNS, Sweep, SweepRow
 
-DECODE = StageTimes(9, 2.0, 1.9, 2.5, 3.0, math.nan, *(0.5,) * 5, 7.0, 10.0, 8.0, 4.0, 12.0)
+DECODE = StageTimes(9, 2.0, 1.9, 2.5, 3.0, math.nan, *(0.5,) * 5, 7.0, 10.0, 8.0, 4.0, 12.0, 5e4)
 MEMORY = MemoryPerGpu(800, 200, 30, 4)
 ROW = SweepRow(8, 32, "search", "decode", 100, "metro", DECODE, None, 5e4, 3, 40, MEMORY)
 
