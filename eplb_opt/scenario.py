@@ -109,7 +109,8 @@ class Scenario:
     def loop(self, start: Placement, collected: Collected, *, threads: int = 1) -> EplbLoop:
         """Return the loop that keeps a placement up, every `interval` steps on the load of as many.
 
-        It is vLLM's, `eplb_opt.SlidingWindow`, whose first interval is a quarter as long.
+        It is vLLM's, `eplb_opt.SlidingWindow`, whose first interval is a quarter as long. Steps of
+        which no stage is known are decode, as in a replay.
 
         Raises
         ------
@@ -118,12 +119,13 @@ class Scenario:
         """
         if self.interval is None or self.placer is None:
             raise ValueError("a loop needs a placer and an interval")
-        if self.stage != "all" and collected.decode_limit is None:
+        limit = collected.decode_limit
+        if self.stage == "prefill" and limit is None:
             raise ValueError(
-                f"stage {self.stage} is told by scheduled tokens, and the trace does not say how "
-                "many a decode step has; give most_decode_tokens (--most-decode-tokens)"
+                "the trace does not tell its prefill steps; give most_decode_tokens "
+                "(--most-decode-tokens)"
             )
-        collect = StageFilter(self.stage, collected.decode_limit)
+        collect = StageFilter() if limit is None else StageFilter(self.stage, limit)
         return EplbLoop(
             start,
             SlidingWindow(self.interval, self.interval, collect),

@@ -402,6 +402,16 @@ def test_a_scenarios_loop_collects_its_stage_by_the_largest_decode_step() -> Non
     assert [loop.step(t, ran).collected for t, ran in steps] == [True, False, True, False]
 
 
+def test_where_no_stage_is_known_every_step_is_decode() -> None:
+    """A loop that collects decode takes all steps, and one that collects prefill is refused."""
+    collected = facts_of(counts(10)).collect(0, 10, "decode")
+    assert (collected.steps, collected.decode_limit) == (10, None)
+    loop = Scenario(4, 4, "search", "decode", interval=2).loop(PLACEMENT, collected)
+    assert all(loop.step(tokens, 10**6).collected for tokens in counts(4))
+    with pytest.raises(ValueError, match="give most_decode_tokens"):
+        Scenario(4, 4, "search", "prefill", interval=2).loop(PLACEMENT, collected)
+
+
 def test_a_routing_aware_loop_is_told_the_mean_batch() -> None:
     """Methods that place for a router get tokens per batch from the window."""
     facts = facts_of(counts(24, seed=2, most=8))
