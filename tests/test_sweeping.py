@@ -293,7 +293,8 @@ def test_a_sweep_that_is_killed_goes_on(tmp_path: Path) -> None:
     trace = tmp_path / "trace.npy"
     np.save(trace, COUNTS)
     command = [sys.executable, "-c", KILLED, str(trace), str(tmp_path / "killed")]
-    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    killed = subprocess.run(command, check=False, cwd=tmp_path)  # away from the sources
+    assert killed.returncode == -signal.SIGKILL
     assert len(read_sweep(tmp_path / "killed").rows) == 3 * 2
     cells = Cells()
     found = sweep(trace, folder=tmp_path / "killed", progress=cells, **GRID)
