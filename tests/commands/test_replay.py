@@ -27,13 +27,6 @@ def run(*arguments: object, code: int = 0) -> Any:
     return result
 
 
-@pytest.fixture(autouse=True)
-def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the colours that some CI services ask for."""
-    monkeypatch.setattr("typer.rich_utils.FORCE_TERMINAL", False)
-    monkeypatch.delenv("FORCE_COLOR", raising=False)
-
-
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     """Write 40 steps of decode and of prefill."""
