@@ -243,8 +243,10 @@ class Batches:
             holds_ids=True,
         )
 
-    def chunks(self, gpus: int, begin: int = 0, end: int | None = None) -> Iterator[BatchSteps]:
-        """Yield the steps from one number to another, a few at a time.
+    def chunks(
+        self, gpus: int, begin: int = 0, end: int | None = None, *, most: int | None = None
+    ) -> Iterator[BatchSteps]:
+        """Yield the steps from one number to another, a few at a time: 32, or as many as said.
 
         Raises
         ------
@@ -252,7 +254,7 @@ class Batches:
             A count that no batch has, naming the step, the layer and the expert.
         """
         end = self.steps if end is None else end
-        at_once = max(1, _STEPS_AT_ONCE // self.num_sources)
+        at_once = max(1, (most or _STEPS_AT_ONCE) // self.num_sources)
         for first in range(begin, end, at_once):
             yield self._chunk(first, min(first + at_once, end), gpus)
 

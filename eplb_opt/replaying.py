@@ -39,6 +39,7 @@ from eplb_opt.workload import Stage
 __all__ = ["PARTS", "Decided", "Replay", "ReplayRow", "StageTimes", "Stale", "replay"]
 
 PARTS = ("experts", "communication", "router", "rest", "migration")
+_STEPS_AT_ONCE = 64  # with fewer, threads wait for loading; more gain nothing
 _COUNTS = ("live_experts", "replicas_available", "activated", "tokens")
 
 
@@ -355,7 +356,7 @@ def replay(
 
     Notes
     -----
-    O(steps) times routing and pricing. Steps are loaded 32 at a time and routed by up to `threads`
+    O(steps) times routing and pricing. Steps are loaded 64 at a time and routed by up to `threads`
     threads, so that memory does not grow with the length of the trace but for 9 bytes per step and
     method, and a placement per decision.
 
@@ -485,7 +486,8 @@ class _Course:
         """Yield the steps, cut wherever what routes them changes."""
         self._windows = [_Window.of(lane.window, self._facts, begin) for lane in self.lanes]
         self._routers = self._bound()
-        for batch in self._facts.batches.chunks(self.placement.num_gpus, begin, end):
+        gpus = self.placement.num_gpus
+        for batch in self._facts.batches.chunks(gpus, begin, end, most=_STEPS_AT_ONCE):
             stages, tokens, scheduled = self._facts.of(batch)
             start = 0
             for at in range(len(batch)):
