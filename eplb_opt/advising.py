@@ -31,7 +31,7 @@ from eplb_opt.trace import LoadTrace
 from eplb_opt.transfer import plan_transfer
 from eplb_opt.trying import EQUAL_SPLIT, Bench, Plan, Search, simplest
 from eplb_opt.vetting import Steps, picked, steps_of, warm_up
-from eplb_opt.workload import ModelShape, Stage, Workload, model_shape
+from eplb_opt.workload import ModelShape, Stage, Workload, shape_for
 
 __all__ = ["advise"]
 
@@ -141,8 +141,7 @@ def advise(
     (<Verdict.YES: 'yes'>, 0)
     """
     facts, drawn = _facts(traffic, steps, tokens, top_k, most_decode_tokens)
-    shape = model_shape(model) if isinstance(model, str) else model
-    _require_experts(shape, facts)
+    shape = None if model is None else shape_for(model, facts.batches.load.shape[1])
     every = steps_of(facts)
     warm = 0 if drawn else warm_up(facts, every)
     plan = Plan.of(every.since(warm), learn, target)
@@ -322,8 +321,7 @@ def _balanced_time(bench: Bench, num_gpus: int) -> float:
         if time.communication is not None:
             even = np.repeat(batch.tokens.sum(axis=-1)[..., None] // num_gpus, num_gpus, axis=-1)
             spent = spent + time.communication.time(even, tokens[:, None]).sum(axis=-1)
-        per_gpu = scheduled / num_gpus
-        rest = np.where(stages, time.rest("prefill", per_gpu), time.rest("decode", per_gpu))
+        rest = time.rests(stages, scheduled / num_gpus)
         total += float((spent + rest).sum())
     return total / traffic.batches.steps
 
@@ -365,12 +363,6 @@ def _extra_memory(
     cycle = scenario.interval
     after = needed(scenario.redundant, window_steps=cycle or 0, moves=cycle is not None)
     return after.total - before.total
-
-
-def _require_experts(shape: ModelShape | None, facts: BatchFacts) -> None:
-    experts = facts.batches.load.shape[1]
-    if shape is not None and shape.experts != experts:
-        raise ValueError(f"{shape.name} has {shape.experts} experts, the traffic {experts}")
 
 
 def _rules(bench: Bench, num_gpus: int, verdict: Verdict) -> tuple[Rule, ...]:

@@ -21,7 +21,10 @@ from typer.core import TyperGroup
 from eplb_opt.batches import local_batches, moe_layers
 from eplb_opt.commands import advise, replay, sweep
 from eplb_opt.commands.options import (
+    CsvOption,
+    GroupsOption,
     JsonOption,
+    NodesOption,
     QuietOption,
     ThreadsOption,
     TopKOption,
@@ -173,15 +176,6 @@ _ObjectiveOption = Annotated[
         rich_help_panel="Methods",
     ),
 ]
-_CsvOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE|-",
-        show_default=False,
-        help="Write the rows as CSV, likewise.",
-        rich_help_panel="Output",
-    ),
-]
 _ToOption = Annotated[
     PlacementFormat | None,
     typer.Option(
@@ -323,7 +317,7 @@ def gap(
     threads: ThreadsOption = None,
     time_limit: _TimeLimitOption = None,
     json: JsonOption = None,
-    csv: _CsvOption = None,
+    csv: CsvOption = None,
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -439,7 +433,7 @@ def regime(
     ] = 1.0,
     threads: ThreadsOption = None,
     json: JsonOption = None,
-    csv: _CsvOption = None,
+    csv: CsvOption = None,
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -527,24 +521,8 @@ def place(
             rich_help_panel="Deployment",
         ),
     ] = None,
-    nodes: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Nodes: so many runs of consecutive GPUs.",
-            rich_help_panel="Deployment",
-        ),
-    ] = 1,
-    groups: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Groups of consecutive experts that the gate picks together.",
-            rich_help_panel="Deployment",
-        ),
-    ] = 1,
+    nodes: NodesOption = 1,
+    groups: GroupsOption = 1,
     draft_layers: Annotated[
         int,
         typer.Option(

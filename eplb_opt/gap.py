@@ -23,6 +23,7 @@ from eplb_opt.objective import Objective
 from eplb_opt.placement import slots_for
 from eplb_opt.placers import PlacementMethod
 from eplb_opt.placing import as_load, solve_placement
+from eplb_opt.pricing import slowest_gpu
 from eplb_opt.routers import RoutingMethod, resolve_for
 from eplb_opt.routing import Router
 from eplb_opt.status import Status
@@ -379,7 +380,7 @@ class _Tally:
 
         makespan = out.makespan
         if self.router.objective != self.objective:
-            makespan = self.objective.time(out.tokens).max(axis=-1)
+            makespan = slowest_gpu(out.tokens, self.objective)
         return _Answer(
             makespan=makespan,
             bound=np.where(self.exact, out.bound, np.nan),

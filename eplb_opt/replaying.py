@@ -604,10 +604,7 @@ class _Pricer:
             np.einsum("sle,le->s", live, part.placement.copies),
             part.batch.tokens.sum(axis=(1, 2)),
         ]
-        per_gpu = part.scheduled / part.placement.num_gpus
-        rest = np.where(
-            part.stages, self.time.rest("prefill", per_gpu), self.time.rest("decode", per_gpu)
-        )
+        rest = self.time.rests(part.stages, part.scheduled / part.placement.num_gpus)
         both = zip(lanes, part.routers, strict=True)
         return [self._of(part, lane, router, demand, rest) for lane, router in both]
 

@@ -419,7 +419,7 @@ def _check_types(engine: str, settings: AscendEplb | VllmEplb | SglangEplb) -> N
 def _check_integers(engine: str, settings: object, least: Mapping[str, int]) -> None:
     for name, low in least.items():
         value = getattr(settings, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        if value < low:
             raise ValueError(f"{engine}: {name} is {value!r}; expected an integer, {low} or more")
 
 

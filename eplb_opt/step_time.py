@@ -255,6 +255,10 @@ class StepTime:
         """Return what all else takes, [...], by the tokens of a GPU, [...]."""
         return (self.decode if stage == "decode" else self.prefill).time(tokens)
 
+    def rests(self, stages: NDArray[np.int8], tokens: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the same for steps of both stages, 0 for decode and 1 for prefill, [steps]."""
+        return np.where(stages, self.rest("prefill", tokens), self.rest("decode", tokens))
+
 
 @dataclass(frozen=True, slots=True)
 class Migration:

@@ -21,13 +21,14 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from eplb_opt.errors import FormatError, SolverUnavailableError
+from eplb_opt.formats.whole_files import remove_unfinished, write_whole
 from eplb_opt.sweep_results import COLUMNS, Sweep, SweepRow
 
 __all__ = ["Contents", "SweepFolder", "read_sweep"]
 
 _CONTENTS = "_sweep.json"
 _CELL = re.compile(r"cell-[0-9a-f]{32}\.parquet")
-_UNFINISHED = ".unfinished"
+_LOST = "this file is not written; those before are whole"
 _KEY = b"eplb-opt sweep"  # of a cell's metadata
 
 
@@ -129,8 +130,7 @@ class SweepFolder:
             When it cannot be written.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        for rest in self.path.glob(f".*{_UNFINISHED}"):
-            rest.unlink()
+        remove_unfinished(self.path)
         if replace:
             self._clear(contents)
         there = self.contents()
@@ -140,7 +140,7 @@ class SweepFolder:
                 f"({there.traffic}, {there.objective}, from step {there.first_step}); name another "
                 "folder, or have it replaced"
             )
-        self._write(self.path / _CONTENTS, json.dumps(asdict(contents), indent=2).encode())
+        write_whole(self.path / _CONTENTS, json.dumps(asdict(contents), indent=2).encode(), _LOST)
 
     def read(self, key: str) -> tuple[SweepRow, ...] | None:
         """Return the rows of a cell; None where they are not there.
@@ -178,7 +178,7 @@ class SweepFolder:
         table = self._pa.Table.from_pylist([row.flat() for row in rows], schema=schema)
         content = io.BytesIO()
         self._parquet.write_table(table, content, write_page_checksum=True)
-        self._write(self._cell(key), content.getvalue())
+        write_whole(self._cell(key), content.getvalue(), _LOST)
 
     def _cell(self, key: str) -> Path:
         return self.path / f"cell-{key}.parquet"
@@ -191,20 +191,6 @@ class SweepFolder:
         for path in self.path.iterdir():
             if _CELL.fullmatch(path.name) or path.name == _CONTENTS:
                 path.unlink()
-
-    def _write(self, path: Path, content: bytes) -> None:
-        unfinished = path.with_name(f".{path.name}{_UNFINISHED}")
-        try:
-            with unfinished.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            unfinished.replace(path)
-        except OSError as error:
-            with suppress(OSError):
-                unfinished.unlink()
-            problem = f"{error.strerror}: this file is not written; those before are whole"
-            raise OSError(error.errno, problem, str(path)) from error
 
 
 def read_sweep(path: str | os.PathLike[str]) -> Sweep:

@@ -34,7 +34,7 @@ from eplb_opt.step_time import Migration, StepTime
 from eplb_opt.sweep_folder import Contents, SweepFolder
 from eplb_opt.sweep_results import Sweep, SweepRow
 from eplb_opt.workers import Backend, Lost, Workers
-from eplb_opt.workload import ModelShape, model_shape
+from eplb_opt.workload import ModelShape, shape_for
 
 __all__ = ["sweep"]
 
@@ -175,7 +175,7 @@ def sweep(
         most_decode_tokens,
         tuple(methods),
         settings | {"first_step": first_step},
-        _shape(model, experts),
+        None if model is None else shape_for(model, experts),
         weights,
     )
     scenarios = _grid(gpus, redundant, placers, stages, intervals, experts)
@@ -317,13 +317,6 @@ def _grid(
     if not scenarios:
         raise ValueError("no deployment to try: a list is empty")
     return scenarios
-
-
-def _shape(model: ModelShape | str | None, experts: int) -> ModelShape | None:
-    shape = model_shape(model) if isinstance(model, str) else model
-    if shape is not None and shape.experts != experts:
-        raise ValueError(f"{shape.name} has {shape.experts} experts, the traffic {experts}")
-    return shape
 
 
 def _stored(results: SweepFolder, key: str) -> tuple[SweepRow, ...] | None:

@@ -97,6 +97,20 @@ def model_shape(name: str) -> ModelShape:
         raise ValueError(f"no model is called {name!r}; the known ones are: {known}") from None
 
 
+def shape_for(model: ModelShape | str, experts: int) -> ModelShape:
+    """Return a model's shape, by name or as it is, for traffic of so many experts.
+
+    Raises
+    ------
+    ValueError
+        An unknown name, or a model of other experts.
+    """
+    shape = model_shape(model) if isinstance(model, str) else model
+    if shape.experts != experts:
+        raise ValueError(f"{shape.name} has {shape.experts} experts, the traffic {experts}")
+    return shape
+
+
 @dataclass(frozen=True, slots=True)
 class _Popularity:
     """How unequal the layers of one recording are: least, quartiles and most over its layers.

@@ -35,6 +35,15 @@ JsonOption = Annotated[
         rich_help_panel="Output",
     ),
 ]
+CsvOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE|-",
+        show_default=False,
+        help="Write the rows as CSV, likewise.",
+        rich_help_panel="Output",
+    ),
+]
 QuietOption = Annotated[
     bool,
     typer.Option("--quiet", help="No tables, no progress bar.", rich_help_panel="Output"),
@@ -63,6 +72,15 @@ NodesOption = Annotated[
         min=1,
         metavar="N",
         help="Nodes: so many runs of consecutive GPUs.",
+        rich_help_panel="Deployment",
+    ),
+]
+GroupsOption = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Groups of consecutive experts that the gate picks together.",
         rich_help_panel="Deployment",
     ),
 ]

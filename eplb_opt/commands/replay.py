@@ -14,8 +14,10 @@ from eplb_opt.batches import Batches, BatchFacts
 from eplb_opt.commands.options import (
     BatchTokensOption,
     BytesPerWeightOption,
+    CsvOption,
     ExchangeOption,
     GathersOption,
+    GroupsOption,
     JsonOption,
     LatencyOption,
     LinksOption,
@@ -86,15 +88,7 @@ def replay(
         ),
     ] = 0,
     nodes: NodesOption = 1,
-    groups: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Groups of consecutive experts that the gate picks together.",
-            rich_help_panel="Deployment",
-        ),
-    ] = 1,
+    groups: GroupsOption = 1,
     placer: Annotated[
         str,
         typer.Option(
@@ -263,15 +257,7 @@ def replay(
         ),
     ] = None,
     json: JsonOption = None,
-    csv: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE|-",
-            show_default=False,
-            help="Write the rows as CSV, likewise.",
-            rich_help_panel="Output",
-        ),
-    ] = None,
+    csv: CsvOption = None,
     plot: Annotated[
         Path | None,
         typer.Option(

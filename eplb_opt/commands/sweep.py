@@ -10,6 +10,7 @@ import typer
 from eplb_opt.commands.options import (
     BatchTokensOption,
     BytesPerWeightOption,
+    CsvOption,
     ExchangeOption,
     JsonOption,
     LatencyOption,
@@ -176,15 +177,7 @@ def sweep(
         ),
     ] = False,
     json: JsonOption = None,
-    csv: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE|-",
-            show_default=False,
-            help="Write the rows as CSV, likewise.",
-            rich_help_panel="Output",
-        ),
-    ] = None,
+    csv: CsvOption = None,
     plot: Annotated[
         Path | None,
         typer.Option(

@@ -26,7 +26,7 @@ import mmap
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -38,6 +38,7 @@ import numpy.typing as npt
 from eplb_opt.arrays import as_array, narrowed
 from eplb_opt.errors import FormatError, InvalidTokensError
 from eplb_opt.formats.parsing import import_safetensors, parsing, the_one
+from eplb_opt.formats.whole_files import remove_unfinished, write_whole
 from eplb_opt.load_trace import LoadTrace, StepFacts
 from eplb_opt.step_array import StepArray, StepPart
 from eplb_opt.workload import Stage
@@ -52,7 +53,6 @@ _AXES = {
 }
 _DTYPES = {"U8": "u1", "U16": "<u2", "U32": "<u4", "I64": "<i8", "F64": "<f8"}
 _LARGEST = 2**63 - 1
-_UNFINISHED = ".unfinished"
 _COLUMNS = {"stage": "u1", "scheduled": "<i8", "time": "<f8"}
 
 
@@ -334,8 +334,7 @@ class TraceWriter:
         files = _files(self.folder)
         if files and not append:
             raise FileExistsError(errno.EEXIST, "holds a recording already", str(self.folder))
-        for rest in self.folder.glob(f".*{_UNFINISHED}"):
-            rest.unlink()
+        remove_unfinished(self.folder)
         if files:
             self._continue(files)
 
@@ -400,22 +399,8 @@ class TraceWriter:
         if not self._buffer:
             return
         path = self.folder / _name(self._written)
-        unfinished = self.folder / f".{path.name}{_UNFINISHED}"
-        content = self._content()
-        try:
-            with unfinished.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            unfinished.replace(path)
-        except OSError as error:
-            with suppress(OSError):
-                unfinished.unlink()
-            problem = (
-                f"{error.strerror}: steps {self._written} to {self.num_steps - 1} are not written; "
-                f"the {self._written} before are"
-            )
-            raise OSError(error.errno, problem, str(path)) from error
+        missing = f"steps {self._written} to {self.num_steps - 1} are not written"
+        write_whole(path, self._content(), f"{missing}; the {self._written} before are")
         self._written = self.num_steps
         self._buffer.clear()
 
