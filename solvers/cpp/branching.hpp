@@ -166,11 +166,14 @@ class Branching {
     // beside one more of them, since a part uses up one of s. False if not even the smallest have room.
     bool close_too_large(Node& node, bool& closed) {
         const double spare = node.spare;
+        least_taken_.resize(choices_.experts());
+        for (int e = 0; e < choices_.experts(); ++e) least_taken_[e] = least_taken(node, e);
+        const auto least = [&](std::int32_t o) { return least_taken_[choices_.option(o).expert]; };
         for (int g = 0; g < choices_.gpus(); ++g) {
             if (node.left[g].activated <= spare) continue;
             rooms_.clear();
             for (const std::int32_t o : choices_.on(g))
-                if (node.state[o] == kFree) rooms_.push_back(least_taken(node, o));
+                if (node.state[o] == kFree) rooms_.push_back(least(o));
             const double opened = std::min(node.left[g].activated, static_cast<double>(rooms_.size()));
             const auto whole = static_cast<std::ptrdiff_t>(opened - spare);
             if (whole <= 0) continue;
@@ -181,14 +184,13 @@ class Branching {
             if (others + largest > room) return false;
             if (spare > 0 && others + largest + 1 <= room) continue;
             for (const std::int32_t o : choices_.on(g))
-                if (node.state[o] == kFree && least_taken(node, o) > largest &&
-                    others + least_taken(node, o) > room)
+                if (node.state[o] == kFree && least(o) > largest && others + least(o) > room)
                     node.state[o] = kClosed, node.stale[g] = 1, closed = true;
         }
         return true;
     }
-    double least_taken(const Node& node, std::int32_t o) const {
-        const int e = choices_.option(o).expert;
+    // By an option that opens.
+    double least_taken(const Node& node, int e) const {
         if (node.need[e] != 1) return 1;
         for (std::int32_t d = choices_.first(e); d < choices_.first(e + 1); ++d)
             if (node.state[d] == kServes) return 1;
@@ -199,23 +201,24 @@ class Branching {
         const double demand = choices_.demand(e);
         const std::int32_t first = choices_.first(e), last = choices_.first(e + 1);
         // Two options that each have room for all: nothing follows, unless replicas are few.
-        int roomy = 0;
-        bool serves = false;
+        room_of_.resize(choices_.options());
+        int roomy = 0, serves = 0;
         double promised = 0;
         for (std::int32_t o = first; o < last; ++o) {
-            roomy += room(node, o, demand) == demand;
-            serves |= node.state[o] == kServes;
+            room_of_[o] = room(node, o, demand);
+            roomy += room_of_[o] == demand;
+            serves += node.state[o] == kServes;
             promised += node.promised[o];
         }
         if (promised > demand) return false;
-        if (roomy >= 2 && !serves && split_ && spare >= 1) {
+        if (roomy >= 2 && serves == 0 && (roomy == last - first || (split_ && spare >= 1))) {
             node.need[e] = 1;
             return true;
         }
         rooms_.clear();  // of the free options, falling
         double held = 0;
         for (std::int32_t o = first; o < last; ++o) {
-            const double r = room(node, o, demand);
+            const double r = room_of_[o];
             if (node.state[o] == kServes) held += r;
             if (node.state[o] == kFree && r > 0)
                 rooms_.insert(std::upper_bound(rooms_.begin(), rooms_.end(), r, std::greater<>()), r);
@@ -224,7 +227,7 @@ class Branching {
         int need = 0;
         for (double left = demand - held; left > 0; left -= rooms_[need++])
             if (need == free) return false;
-        if (!split_ && need + serves > 1) return false;
+        if (!split_ && need + (serves > 0) > 1) return false;
         node.need[e] = need;
         int most = spare < free - need ? need + static_cast<int>(spare) : free;
         if (!split_) most = serves ? 0 : 1;
@@ -232,7 +235,7 @@ class Branching {
         for (int i = 0; i < most; ++i) top += rooms_[i];
         for (std::int32_t o = first; o < last; ++o) {
             if (node.state[o] == kClosed) continue;
-            const double mine = room(node, o, demand);
+            const double mine = room_of_[o];
             const bool among = most > 0 && mine >= rooms_[most - 1];
             if (node.state[o] == kFree) {
                 const double with = most == 0 ? 0 : among ? top : top - rooms_[most - 1] + mine;
@@ -291,10 +294,13 @@ class Branching {
         for (int e = 0; e < choices_.experts(); ++e)
             for (int i = 0; i < node.need[e]; ++i) {
                 std::int32_t best = -1;
-                for (std::int32_t o = choices_.first(e); o < choices_.first(e + 1); ++o)
-                    if (node.state[o] == kFree && !matched_[o] && activations_[choices_.option(o).gpu] > 0 &&
-                        (best < 0 || wide_[o] > wide_[best]))
-                        best = o;
+                double most = -1;
+                for (std::int32_t o = choices_.first(e); o < choices_.first(e + 1); ++o) {
+                    const bool free =
+                        (node.state[o] == kFree) & !matched_[o] & (activations_[choices_.option(o).gpu] > 0);
+                    const double flows = free ? wide_[o] : -1.0;
+                    best = flows > most ? o : best, most = std::max(most, flows);
+                }
                 if (best >= 0) {
                     matched_[best] = 1, --activations_[choices_.option(best).gpu];
                     continue;
@@ -324,16 +330,18 @@ class Branching {
     void open_matched(const Node& node) {
         for (std::int32_t o = 0; o < choices_.options(); ++o) open_[o] = node.state[o] == kServes || matched_[o];
         if (!split_) return;
-        for (int g = 0; g < choices_.gpus(); ++g)
-            for (; activations_[g] > 0; --activations_[g]) {
-                std::int32_t best = -1;
-                for (const std::int32_t o : choices_.on(g))
-                    if (!open_[o] && node.state[o] == kFree && wide_[o] > 0 &&
-                        (best < 0 || wide_[o] > wide_[best]))
-                        best = o;
-                if (best < 0) break;
-                open_[best] = 1;
-            }
+        for (int g = 0; g < choices_.gpus(); ++g) {
+            closed_.clear();
+            for (const std::int32_t o : choices_.on(g))
+                if (!open_[o] && node.state[o] == kFree && wide_[o] > 0) closed_.push_back(o);
+            const auto more = std::min<std::size_t>(closed_.size(), static_cast<std::size_t>(activations_[g]));
+            if (more < closed_.size())
+                std::partial_sort(closed_.begin(), closed_.begin() + static_cast<std::ptrdiff_t>(more),
+                                  closed_.end(), [&](std::int32_t a, std::int32_t b) {
+                                      return wide_[a] > wide_[b] || (wide_[a] == wide_[b] && a < b);
+                                  });
+            for (std::size_t i = 0; i < more; ++i) open_[closed_[i]] = 1;
+        }
     }
 
     // Routes the tokens through the open options within the rooms, what is promised first. False if
@@ -346,8 +354,10 @@ class Branching {
             while (rest > 0) {
                 std::int32_t best = -1;
                 double most = 0;
-                for (std::int32_t o = choices_.first(e); o < choices_.first(e + 1); ++o)
-                    if (const double r = room_[choices_.option(o).gpu]; open_[o] && r > most) most = r, best = o;
+                for (std::int32_t o = choices_.first(e); o < choices_.first(e + 1); ++o) {
+                    const double r = open_[o] ? room_[choices_.option(o).gpu] : 0.0;
+                    best = r > most ? o : best, most = std::max(most, r);
+                }
                 if (best < 0) break;
                 const double amount = std::min(rest, most);
                 tokens_[best] += amount, room_[choices_.option(best).gpu] -= amount, rest -= amount;
@@ -420,9 +430,9 @@ class Branching {
     int stuck_ = 0;
     double stuck_rest_ = 0;
     std::deque<Node> stack_;
-    std::vector<double> rooms_, activations_, room_, tokens_, wide_;
+    std::vector<double> least_taken_, room_of_, rooms_, activations_, room_, tokens_, wide_;
     std::vector<char> open_, matched_, reached_, seen_;
-    std::vector<std::int32_t> came_by_, moved_;
+    std::vector<std::int32_t> came_by_, moved_, closed_;
     std::vector<int> queue_;
 };
 

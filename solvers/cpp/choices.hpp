@@ -10,6 +10,7 @@
 
 #include "placement.hpp"
 #include "pricing.hpp"
+#include "problem.hpp"
 
 namespace eplb {
 
@@ -20,12 +21,21 @@ struct Option {
 
 class Choices {
   public:
-    // The tokens are acceptable to the layer. Keeps its memory from problem to problem.
-    void read(const Layer& layer, const std::int64_t* tokens, const Pricing& pricing) {
-        options_.resize(layer.candidates.size()), first_.resize(layer.experts + 1), demand_.resize(layer.experts);
+    // What has no choice; first. The tokens are acceptable to the layer. Keeps its memory from problem to problem.
+    void fix(const Layer& layer, const std::int64_t* tokens, const Pricing& pricing) {
         fixed_.assign(layer.gpus, {});
-        for (const SingleCopy& e : layer.singles)
-            if (tokens[e.expert] > 0) fixed_[e.only.gpu] += pricing.replica(static_cast<double>(tokens[e.expert]));
+        if (pricing.counted()) {
+            fills_.assign(layer.gpus, 0);
+            for (const SingleCopy& e : layer.singles) fills_[e.only.gpu] += fill_of(tokens[e.expert]);
+            for (int g = 0; g < layer.gpus; ++g) fixed_[g] = load_of(fills_[g]);
+        } else {
+            for (const SingleCopy& e : layer.singles)
+                fixed_[e.only.gpu] += pricing.replica(static_cast<double>(tokens[e.expert]));
+        }
+    }
+    // What has one.
+    void read(const Layer& layer, const std::int64_t* tokens) {
+        options_.resize(layer.candidates.size()), first_.resize(layer.experts + 1), demand_.resize(layer.experts);
         std::int32_t experts = 0, options = 0;
         most_copies_ = 0;
         const auto add = [&](std::int32_t expert, const auto& candidates) {
@@ -68,6 +78,7 @@ class Choices {
     std::vector<std::int32_t> first_, by_gpu_, end_;
     std::vector<double> demand_;
     std::vector<Load> fixed_;
+    std::vector<Fill> fills_;
     int most_copies_ = 0;
 };
 

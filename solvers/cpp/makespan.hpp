@@ -6,13 +6,15 @@
 //   2. Rounds of attempts at targets. An attempt asks Branching whether a routing fits into the caps
 //      that the target time gives each GPU. No: the bound rises to the least time beyond the caps. Yes:
 //      a better routing. Unknown: what it had so far is completed and improved by Rebalance. A round
-//      first raises the bound while it can, then takes the next activation step above it, then halves
-//      the distance to the best routing. Every round has eight times the nodes and three times the
-//      links of the one before, and goes eight times as near.
+//      tries the bound, then halves the distance between bound and makespan until a target stays unknown;
+//      above that it takes the next activation step, then halves the distance to the makespan. Every
+//      round has eight times the nodes and three times the links of the one before, and goes eight times
+//      as near.
 //
-// It ends when the makespan meets the bound or the work (links tried, and kNodeWork for a node) is done.
-// A gap wider than kGap is worth more work: by its square, so that most problems stay quick and few keep
-// a wide one. Deterministic: the work is counted, not timed.
+// It ends when the makespan meets the bound or the work is done: links tried, and kOptionWork for every option
+// at every node. What is wide open after kFirstWork, by kWide, or by kNarrow and an activated replica's time, gets
+// kMoreWork times the work, up to kMuchWork: most problems stay quick and few keep a wide gap. Deterministic:
+// the work is counted, not timed. More work goes on where less has ended, so it never ends worse.
 #pragma once
 
 #include <algorithm>
@@ -45,23 +47,22 @@ class Makespan {
         if (pricing.uniform())
             raise(pricing.time_of_activated(0, static_cast<double>(matching.makespan())), Proof::matching,
                   matching);
-        makespan_ = pricing_->slowest(routed, layer_->slots_per_gpu);
-        // Flow before the greedy start where tokens are what needs most time.
-        const double even = even_tokens();
-        const bool by_tokens = even > bound_;
-        if (!met() && by_tokens) balance();
+        makespan_ = time_of(matching);
+        if (!met()) balance();
         if (met()) return Outcome::ok;
 
-        choices_.read(layer, tokens, pricing);
+        choices_.fix(layer, tokens, pricing);
         count_fixed();
         if (pricing.mixed()) count_shared();
-        if (met() || choices_.experts() == 0) return Outcome::ok;
+        if (met()) return Outcome::ok;
+        choices_.read(layer, tokens);
+        if (choices_.experts() == 0) return Outcome::ok;
         if (pricing.simple()) {
             simple_.bind(pricing);
-            run(simple_, even, by_tokens, max_work);
+            run(simple_, max_work);
         } else {
             any_.bind(pricing);
-            run(any_, even, by_tokens, max_work);
+            run(any_, max_work);
         }
         if (pricing.curved())
             makespan_ = pricing_->slowest(
@@ -76,22 +77,24 @@ class Makespan {
 
   private:
     static constexpr std::uint64_t kSeed = 0x9E3779B97F4A7C15;
-    static constexpr std::int64_t kNodeWork = 200, kStartLinks = 100, kFirstLinks = 1000;
+    static constexpr std::int64_t kOptionWork = 2, kStartLinks = 50, kFirstLinks = 1300;
+    static constexpr std::int64_t kFirstWork = 1300, kMoreWork = 50, kMuchWork = 65'000;
     static constexpr double kClose = 3e-2;  // of the makespan: nearer targets are not tried in the first round
-    static constexpr double kGap = 2e-2, kWide = 5;  // a gap of w kGap gets w^2 times the work, w up to kWide
+    static constexpr double kNarrow = 0.02, kWide = 0.11;  // of the bound
 
     template <class Search>
-    void run(Search& search, double even, bool balanced, std::int64_t max_work) {
+    void run(Search& search, std::int64_t max_work) {
         none_.assign(choices_.options(), 0.0);
-        search.start(none_, std::max(bound_, even));
+        search.start(none_, bound_);
         record(search);
-        if (!met() && !balanced) balance();
 
         const std::int64_t before = search.work();
+        std::int64_t most = std::min(max_work, kFirstWork);
         const auto left = [&] {
-            const double wide = std::clamp((makespan_ / bound_ - 1) / kGap, 1.0, kWide);
-            const double most = static_cast<double>(max_work) * wide * wide;
-            return most - static_cast<double>(work_ + search.work() - before);
+            const std::int64_t done = work_ + search.work() - before;
+            if (most == kFirstWork && done >= most)
+                most = std::max(max_work, wide() ? std::min(kMoreWork * max_work, kMuchWork) : 0);
+            return most - done;
         };
         search.seed(kSeed);
         if (!met() && left() > 0) {
@@ -101,7 +104,7 @@ class Makespan {
         std::int64_t nodes = 1, links = kFirstLinks;
         for (double close = kClose; !met() && left() > 0; close /= 8) {
             round(search, nodes, links, close, left);
-            nodes = std::min(8 * nodes, max_work), links = std::min(3 * links, max_work);
+            if (nodes < kMuchWork) nodes *= 8, links *= 3;
         }
     }
 
@@ -139,40 +142,41 @@ class Makespan {
             raise((gpus * p.offset + shared) / speed * kBelow, Proof::count);
         }
     }
-    // A time that equal GPUs need, by sharing the tokens evenly.
-    double even_tokens() const {
-        if (!pricing_->uniform()) return 0;
-        const std::int64_t total = std::accumulate(tokens_, tokens_ + layer_->experts, std::int64_t{0});
-        return pricing_->time_of_tokens(0, static_cast<double>(ceil_div(total, layer_->filled_gpus)));
+    double time_of(const Matching<W>& matching) const {
+        if (!pricing_->counted()) return pricing_->slowest(routed_, layer_->slots_per_gpu);
+        double slowest = 0;
+        for (int g = 0; g < layer_->gpus; ++g)
+            slowest = std::max(slowest, pricing_->time(g, load_of(matching.fill(g))));
+        return slowest;
     }
-
     // GPUs to look at where equal ones need one look.
     int kinds() const { return pricing_->uniform() ? 1 : layer_->gpus; }
     bool met() const { return makespan_ <= bound_; }
+    bool wide() const {
+        const double gap = makespan_ - bound_;
+        return gap > kWide * bound_ || (gap > kNarrow * bound_ && gap >= kBelow * pricing_->step());
+    }
 
     template <class Search, class Left>
     void round(Search& search, std::int64_t nodes, std::int64_t links, double close, Left&& left) {
-        double unreached = kInf;
-        for (bool refuted = true; refuted && !met() && left() > 0;) {
-            refuted = attempt(search, bound_, nodes, links) == Verdict::refuted;
-            if (!refuted || met()) break;
-            const double middle = (bound_ + std::min(unreached, makespan_)) / 2;
-            if (attempt(search, middle, nodes, links) == Verdict::unknown) unreached = middle;
-        }
-        double missed = bound_;
+        double target = bound_;
+        while (!met() && left() > 0 && attempt(search, target, nodes, links, left) != Verdict::unknown &&
+               makespan_ - bound_ > close * makespan_)
+            target = (bound_ + makespan_) / 2;
+        double missed = std::max(bound_, target);
         while (!met() && left() > 0 && makespan_ - missed > close * makespan_) {
-            double target = next_activation(missed);
+            target = next_activation(missed);
             if (target <= missed || target >= makespan_) target = (missed + makespan_) / 2;
-            if (attempt(search, target, nodes, links) == Verdict::unknown) missed = target;
+            if (attempt(search, target, nodes, links, left) == Verdict::unknown) missed = target;
             missed = std::max(missed, bound_);
         }
     }
 
-    template <class Search>
-    Verdict attempt(Search& search, double target, std::int64_t nodes, std::int64_t links) {
+    template <class Search, class Left>
+    Verdict attempt(Search& search, double target, std::int64_t nodes, std::int64_t links, Left&& left) {
         set_caps(target);
         const Verdict verdict = branching_.decide(left_, pricing_->split(), nodes);
-        work_ += branching_.nodes() * kNodeWork;
+        work_ += branching_.nodes() * kOptionWork * choices_.options();
         if (verdict == Verdict::refuted) {
             double least = kInf;
             for (int g = 0; g < kinds(); ++g) least = std::min(least, pricing_->beyond(g, caps_[g]));
@@ -180,7 +184,7 @@ class Makespan {
             return verdict;
         }
         search.start(branching_.tokens(), target);
-        const bool reached = search.makespan() <= target || search.lower(target, links);
+        const bool reached = search.makespan() <= target || search.lower(target, std::min(links, left()));
         record(search);
         return reached ? Verdict::fits : Verdict::unknown;
     }

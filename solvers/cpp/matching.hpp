@@ -60,6 +60,7 @@ class Matching {
 
     std::int64_t makespan() const { return makespan_; }
     std::int64_t activated(int gpu) const { return activated_in(fill_[gpu]); }
+    Fill fill(int gpu) const { return fill_[gpu]; }
     bool in_certificate(int gpu) const { return certificate_.contains(gpu); }
 
   private:

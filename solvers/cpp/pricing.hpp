@@ -14,6 +14,8 @@
 #include <utility>
 #include <vector>
 
+#include "problem.hpp"
+
 namespace eplb {
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
@@ -60,6 +62,10 @@ struct Load {
         return *this;
     }
 };
+
+inline Load load_of(Fill fill) {
+    return {static_cast<double>(activated_in(fill)), 0, static_cast<double>(tokens_in(fill)), 0};
+}
 
 // The most activated replicas and tokens of a GPU that a target time can allow.
 struct Caps {
@@ -155,6 +161,12 @@ class Pricing {
         return !uniform_ || std::any_of(pieces_.begin(), pieces_.end(), several);
     }
     const std::vector<Piece>& pieces() const { return pieces_; }
+    // The time of an activated replica on the fastest GPU.
+    double step() const {
+        double most = 0;
+        for (const Piece& p : pieces_) most = std::max(most, p.activation);
+        return most * *std::min_element(slowness_.begin(), slowness_.end());
+    }
     double slowness(int gpu) const { return slowness_[gpu]; }
 
   private:

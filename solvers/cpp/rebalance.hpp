@@ -1,7 +1,7 @@
 // Local search for a routing within a target time: moves and swaps off the slowest GPUs, as ejection
 // chains.
 //
-// The overflow of a GPU is its time above the target (see SimplePrice::over); the search lowers the sum. A link
+// The overflow of a GPU is its time above the target (see SimplePrice); the search lowers the sum. A link
 // moves tokens of an expert from an overfull GPU to another of its options: all that it has there, just enough to
 // end the overflow, or as much as the other GPU has room for. If the other GPU then overflows more than was
 // gained, a chain goes on there, up to four links deep, back to the first GPU allowed; a chain that does
@@ -12,7 +12,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <numeric>
+#include <span>
+#include <utility>
 #include <vector>
 
 #include "choices.hpp"
@@ -20,94 +21,128 @@
 namespace eplb {
 
 // Up to two pieces without tiles, the same for all GPUs: what most objectives are, and fast.
+//
+// A price keeps, for every GPU, what it has, and what follows from that at the target: its time and its overflow,
+// once settled. Of a replica that has so many tokens, `with` is said of x that come and `without` of x that leave.
 class SimplePrice {
   public:
-    struct Sum {
-        double activated, tokens;
-        Sum& operator+=(const Sum& o) { return activated += o.activated, tokens += o.tokens, *this; }
-        Sum& operator-=(const Sum& o) { return activated -= o.activated, tokens -= o.tokens, *this; }
+    struct Gpu {
+        double activated, tokens, time;
+        double a, b, over;  // by how much the two pieces are above the target, and the GPU; pieces may be below
     };
 
     void bind(const Pricing& pricing) {
-        a_ = pricing.pieces().front(), b_ = pricing.pieces().back(), slowness_ = pricing.slowness(0);
+        slowness_ = pricing.slowness(0);
+        a_ = Line(pricing.pieces().front()), b_ = Line(pricing.pieces().back());
     }
-    void aim(double target) {
-        target_ = target / slowness_;
-        over_a_ = over_of(a_), over_b_ = over_of(b_);
-    }
+    void aim(double target) { target_ = target / slowness_; }
 
-    static Sum sum(const Load& load) { return {load.activated, load.tokens}; }
-    // What a replica adds to its GPU's sum, going from so many tokens to so many.
-    static Sum change(double before, double after) {
-        return {(after > 0 ? 1.0 : 0.0) - (before > 0 ? 1.0 : 0.0), after - before};
+    static void set(Gpu& gpu, const Load& load) { gpu.activated = load.activated, gpu.tokens = load.tokens; }
+    // A replica goes from so many tokens to so many.
+    static void change(Gpu& gpu, double before, double after) {
+        gpu.activated += (after > 0 ? 1.0 : 0.0) - (before > 0 ? 1.0 : 0.0);
+        gpu.tokens += after - before;
     }
-    double time(int, const Sum& s) const { return slowness_ * std::max(piece(a_, s), piece(b_, s)); }
-    double over(int, const Sum& s) const { return std::max(0.0, std::max(piece(over_a_, s), piece(over_b_, s))); }
-
-    // The most tokens, up to `limit`, that a replica with x more on a GPU with `s` may take; as an
-    // estimate that is never more than a token off.
-    double room(int, const Sum& s, double x, double limit) const {
-        const double activated = s.activated + (x == 0);
-        for (const Piece& p : {a_, b_}) {
-            const double rest = target_ - (p.offset + p.activation * activated) - p.token * s.tokens;
-            if (rest < 0) return 0;
-            if (rest < p.token * limit) limit = static_cast<double>(static_cast<std::int64_t>(rest / p.token));
-        }
-        return limit;
+    void settle(int, Gpu& gpu) const {
+        const double a = a_.at(gpu.activated, gpu.tokens), b = b_.at(gpu.activated, gpu.tokens);
+        gpu.time = slowness_ * std::max(a, b);
+        gpu.a = a_.weight * (a - target_), gpu.b = b_.weight * (b - target_);
+        gpu.over = over(gpu.a, gpu.b);
     }
-    // The fewest tokens, up to x, that a replica with x must lose to end the overflow; as good.
-    double excess(int, const Sum& s, double x) const {
-        double least = 0;
-        for (const Piece& p : {a_, b_}) {
-            const double excess = (p.offset + p.activation * s.activated) + p.token * s.tokens - target_;
-            if (excess > 0)
-                least = excess < p.token * x
-                            ? std::max(least, static_cast<double>(static_cast<std::int64_t>(excess / p.token) + 1))
-                            : x;
-        }
-        return std::min(least, x);
+    double time_with(int, const Gpu& gpu, double had, double x) const {
+        const double activated = gpu.activated + (had == 0), tokens = gpu.tokens + x;
+        return slowness_ * std::max(a_.at(activated, tokens), b_.at(activated, tokens));
+    }
+    double over_with(int, const Gpu& gpu, double had, double x) const {
+        const double more = had == 0;
+        return over(gpu.a + a_.over_of(more, x), gpu.b + b_.over_of(more, x));
+    }
+    double over_without(int, const Gpu& gpu, double had, double x) const {
+        const double less = had == x;
+        return over(gpu.a - a_.over_of(less, x), gpu.b - b_.over_of(less, x));
+    }
+    // The most tokens, up to `limit`, that may come within the target; as an estimate, never more than a token
+    // off.
+    double room(int, const Gpu& gpu, double had, double limit) const {
+        const double activated = gpu.activated + (had == 0);
+        return std::min({limit, a_.tokens(target_ - a_.at(activated, gpu.tokens)),
+                         b_.tokens(target_ - b_.at(activated, gpu.tokens))});
+    }
+    // The fewest, of all x that a replica has, that must leave to end the overflow; as good.
+    double excess(int, const Gpu& gpu, double x) const {
+        return std::min(x, std::max(a_.excess(gpu.a), b_.excess(gpu.b)));
     }
 
   private:
-    static double piece(const Piece& p, const Sum& s) {
-        return (p.offset + p.activation * s.activated) + p.token * s.tokens;
-    }
-    // A piece's overflow. An activation too many counts double: moving tokens in part does not cure it.
-    Piece over_of(const Piece& p) const {
-        const double weight = p.token > 0 ? 1 : 2;
-        return {weight * (p.offset - target_), weight * p.activation, 0, weight * p.token};
-    }
+    struct Line {
+        double offset = 0, activation = 0, token = 0, weight = 1, per_token = 0;
 
-    Piece a_{}, b_{}, over_a_{}, over_b_{};
+        Line() = default;
+        // An activation too many counts double: moving tokens in part does not cure it.
+        explicit Line(const Piece& p)
+            : offset(p.offset),
+              activation(p.activation),
+              token(p.token),
+              weight(p.token > 0 ? 1 : 2),
+              per_token(p.token > 0 ? 1 / p.token : 0) {}
+        double at(double activated, double tokens) const {
+            return (offset + activation * activated) + token * tokens;
+        }
+        double over_of(double activated, double tokens) const {
+            return weight * (activation * activated + token * tokens);
+        }
+        double tokens(double time) const {
+            if (time < 0) return 0;
+            return token > 0 ? static_cast<double>(static_cast<std::int64_t>(std::min(time * per_token, kMost)))
+                             : kMost;
+        }
+        double excess(double over) const { return over <= 0 ? 0 : token > 0 ? tokens(over) + 1 : kMost; }
+    };
+    static constexpr double kMost = 9007199254740992.0;  // 2^53
+
+    static double over(double a, double b) { return std::max(0.0, std::max(a, b)); }
+
+    Line a_, b_;
     double slowness_ = 1, target_ = 0;
 };
 
 // Any objective.
 class AnyPrice {
   public:
-    using Sum = Load;
+    struct Gpu {
+        Load load;
+        double time, over;
+    };
 
     void bind(const Pricing& pricing) { pricing_ = &pricing; }
     void aim(double target) { target_ = target; }
 
-    static Sum sum(const Load& load) { return load; }
-    Sum change(double before, double after) const {
-        Sum s = pricing_->replica(after);
-        return s -= pricing_->replica(before);
+    static void set(Gpu& gpu, const Load& load) { gpu.load = load; }
+    void change(Gpu& gpu, double before, double after) const {
+        gpu.load += pricing_->replica(after);
+        gpu.load -= pricing_->replica(before);
     }
-    double time(int gpu, const Sum& s) const { return pricing_->time(gpu, s); }
-    double over(int gpu, const Sum& s) const { return std::max(0.0, time(gpu, s) - target_); }
-
-    double room(int gpu, const Sum& s, double x, double limit) const {
-        return most(limit, [&](double amount) { return time_at(gpu, s, x, x + amount) <= target_; });
+    void settle(int g, Gpu& gpu) const {
+        gpu.time = pricing_->time(g, gpu.load), gpu.over = std::max(0.0, gpu.time - target_);
     }
-    double excess(int gpu, const Sum& s, double x) const {
-        return x - most(x, [&](double left) { return time_at(gpu, s, x, left) <= target_; });
+    double time_with(int g, const Gpu& gpu, double had, double x) const { return time_of(g, gpu, had, had + x); }
+    double over_with(int g, const Gpu& gpu, double had, double x) const {
+        return std::max(0.0, time_of(g, gpu, had, had + x) - target_);
+    }
+    double over_without(int g, const Gpu& gpu, double had, double x) const {
+        return std::max(0.0, time_of(g, gpu, had, had - x) - target_);
+    }
+    double room(int g, const Gpu& gpu, double had, double limit) const {
+        return most(limit, [&](double x) { return time_of(g, gpu, had, had + x) <= target_; });
+    }
+    double excess(int g, const Gpu& gpu, double x) const {
+        return x - most(x, [&](double left) { return time_of(g, gpu, x, left) <= target_; });
     }
 
   private:
-    double time_at(int gpu, Sum s, double before, double after) const {
-        return time(gpu, s += change(before, after));
+    double time_of(int g, Gpu gpu, double before, double after) const {
+        change(gpu, before, after);
+        return pricing_->time(g, gpu.load);
     }
     // The largest integer up to `limit` that fits, 0 if none does.
     template <class Fits>
@@ -140,12 +175,11 @@ class Rebalance {
     void start(const std::vector<double>& tokens, double target) {
         tokens_ = tokens;
         if (!split_) drop_parts();
-        sum_.resize(choices_.gpus()), time_.resize(choices_.gpus());
-        for (int g = 0; g < choices_.gpus(); ++g) {
-            sum_[g] = Price::sum(choices_.fixed(g));
-            for (const std::int32_t o : choices_.on(g)) sum_[g] += price_.change(0, tokens_[o]);
-            time_[g] = price_.time(g, sum_[g]);
-        }
+        gpus_.resize(choices_.gpus());
+        active_.resize(static_cast<std::size_t>(kMostLinks) * choices_.options());
+        for (int g = 0; g < choices_.gpus(); ++g) price_.set(gpus_[g], choices_.fixed(g));
+        for (std::int32_t o = 0; o < choices_.options(); ++o)
+            if (tokens_[o] > 0) price_.change(gpus_[choices_.option(o).gpu], 0, tokens_[o]);
         aim(target);
         rest_.clear();
         for (int e = 0; e < choices_.experts(); ++e) {
@@ -156,34 +190,36 @@ class Rebalance {
         std::sort(rest_.begin(), rest_.end(), std::greater<>());
         for (const std::uint64_t r : rest_)
             serve(static_cast<int>(r % (1 << kExpertBits)), static_cast<double>(r >> kExpertBits));
+        settle();
     }
 
     // Lowers the overflow over the target until there is none (true) or the work is done. Where no chain
     // helps, some random moves of whole experts are made and the descent repeated; what does not lead
     // to less overflow is taken back.
     bool lower(double target, std::int64_t max_work) {
-        aim(target);
+        if (target != target_) aim(target), settle();
         const std::int64_t end = work_ + max_work;
         double least = descend(end);
         while (least > 0 && work_ < end) {
-            kept_tokens_ = tokens_, kept_sum_ = sum_, kept_time_ = time_;
+            kept_tokens_ = tokens_, kept_gpus_ = gpus_;
             for (int i = 0; i < kKick; ++i) kick();
             const double overflow = descend(end);
             if (overflow <= least) {
                 least = overflow;
             } else {
-                tokens_ = kept_tokens_, sum_ = kept_sum_, time_ = kept_time_;
+                tokens_ = kept_tokens_, gpus_ = kept_gpus_;
             }
         }
         return makespan() <= target_;
     }
     void seed(std::uint64_t state) { random_ = state; }
 
-    double makespan() const { return *std::max_element(time_.begin(), time_.end()); }
+    double makespan() const { return gpus_[slowest()].time; }
     const std::vector<double>& tokens() const { return tokens_; }
     std::int64_t work() const { return work_; }
 
   private:
+    using Gpu = typename Price::Gpu;
     struct Link {
         double tokens, left;  // what moves, and the overflow that it leaves
     };
@@ -191,24 +227,33 @@ class Rebalance {
     static constexpr int kExpertBits = 12;  // of kMaxExperts; the tokens take kTokenBits
     static constexpr double kGain = 1e-11;  // of the target: below what a token costs, above rounding
 
+    int slowest() const {
+        int slowest = 0;
+        for (int g = 1; g < choices_.gpus(); ++g)
+            if (gpus_[g].time > gpus_[slowest].time) slowest = g;
+        return slowest;
+    }
     void aim(double target) {
         target_ = target, gain_ = target * kGain;
         price_.aim(target);
     }
+    void settle() {
+        for (int g = 0; g < choices_.gpus(); ++g) price_.settle(g, gpus_[g]);
+    }
     // Chains until none gains; returns the overflow that is left.
     double descend(std::int64_t end) {
         for (;;) {
-            const int slowest = static_cast<int>(std::max_element(time_.begin(), time_.end()) - time_.begin());
-            if (time_[slowest] <= target_) return 0;
+            const int first = slowest();
+            if (gpus_[first].time <= target_) return 0;
             bool gained = false;
             for (int links = 1; links <= kMostLinks && !gained; ++links) {
-                gained = chain(slowest, over(slowest), links, end);
+                gained = chain(first, gpus_[first].over, links, end);
                 for (int g = 0; g < choices_.gpus() && !gained && work_ < end; ++g)
-                    if (g != slowest && time_[g] > target_) gained = chain(g, over(g), links, end);
+                    if (g != first && gpus_[g].time > target_) gained = chain(g, gpus_[g].over, links, end);
             }
             if (gained && work_ < end) continue;
             double overflow = 0;
-            for (int g = 0; g < choices_.gpus(); ++g) overflow += over(g);
+            for (const Gpu& gpu : gpus_) overflow += gpu.over;
             return overflow;
         }
     }
@@ -226,27 +271,15 @@ class Rebalance {
         if (x > 0) give(from, -x), give(to, x);
     }
 
-    double over(int g) const { return price_.over(g, sum_[g]); }
-    // What an option's GPU has with so many tokens more there.
-    typename Price::Sum sum_with(std::int32_t o, double amount) const {
-        typename Price::Sum s = sum_[choices_.option(o).gpu];
-        return s += price_.change(tokens_[o], tokens_[o] + amount);
-    }
-    double over_with(std::int32_t o, double amount) const {
-        return price_.over(choices_.option(o).gpu, sum_with(o, amount));
-    }
-    double time_with(std::int32_t o, double amount) const {
-        return price_.time(choices_.option(o).gpu, sum_with(o, amount));
+    // `settle` follows.
+    void put(std::int32_t o, double amount) {
+        const double before = std::exchange(tokens_[o], tokens_[o] + amount);
+        price_.change(gpus_[choices_.option(o).gpu], before, tokens_[o]);
     }
     void give(std::int32_t o, double amount) {
         const int g = choices_.option(o).gpu;
-        sum_[g] = sum_with(o, amount);
-        tokens_[o] += amount;
-        time_[g] = price_.time(g, sum_[g]);
-    }
-    double room(std::int32_t o, double limit) const {
-        const int g = choices_.option(o).gpu;
-        return price_.room(g, sum_[g], tokens_[o], limit);
+        put(o, amount);
+        price_.settle(g, gpus_[g]);
     }
 
     void drop_parts() {
@@ -259,13 +292,19 @@ class Rebalance {
         for (;;) {
             std::int32_t best = -1, roomiest = -1;
             double least = kInf, most = 0;
-            for (std::int32_t o = choices_.first(e); o < choices_.first(e + 1); ++o)
-                if (const double t = time_with(o, rest); t < least) least = t, best = o;
+            for (std::int32_t o = choices_.first(e); o < choices_.first(e + 1); ++o) {
+                const int g = choices_.option(o).gpu;
+                const double time = price_.time_with(g, gpus_[g], tokens_[o], rest);
+                best = time < least ? o : best, least = std::min(least, time);
+            }
             if (split_ && least > target_)
-                for (std::int32_t o = choices_.first(e); o < choices_.first(e + 1); ++o)
-                    if (const double r = room(o, rest); r > most) most = r, roomiest = o;
-            if (roomiest < 0) return give(best, rest);
-            give(roomiest, most);
+                for (std::int32_t o = choices_.first(e); o < choices_.first(e + 1); ++o) {
+                    const int g = choices_.option(o).gpu;
+                    if (const double r = price_.room(g, gpus_[g], tokens_[o], rest); r > most)
+                        most = r, roomiest = o;
+                }
+            if (roomiest < 0) return put(best, rest);
+            put(roomiest, most);
             rest -= most;
             if (rest == 0) return;
         }
@@ -274,35 +313,50 @@ class Rebalance {
     // A chain from overfull GPU g that leaves less than `allowed` overflow on g and on the GPUs that it
     // gives to, more than these have now. False and undone if there is none.
     bool chain(int g, double allowed, int links, std::int64_t end) {
-        for (const std::int32_t o : choices_.on(g)) {
+        const Gpu& from = gpus_[g];
+        std::int32_t* const active = active_.data() + static_cast<std::size_t>(links - 1) * choices_.options();
+        std::int32_t count = 0;
+        for (const std::int32_t o : choices_.on(g)) active[count] = o, count += tokens_[o] > 0;
+        for (const std::int32_t o : std::span(active, count)) {
             const double x = tokens_[o];
-            if (x == 0) continue;
-            const double over_whole = over_with(o, -x);
-            if (over_whole >= allowed - gain_) continue;
-            const double part = split_ ? price_.excess(g, sum_[g], x) : x;
-            const double over_part = part < x ? over_with(o, -part) : kInf;
+            const double whole = price_.over_without(g, from, x, x);
+            if (whole >= allowed - gain_) continue;
+            const double part = split_ ? price_.excess(g, from, x) : x;
+            const double part_left = part < x ? price_.over_without(g, from, x, part) : kInf;
             const int e = choices_.option(o).expert;
-            for (std::int32_t d = choices_.first(e); d < choices_.first(e + 1); ++d) {
-                if (d == o) continue;
+            const std::int32_t first = choices_.first(e), last = choices_.first(e + 1);
+            for (std::int32_t d = o + 1 == last ? first : o + 1; d != o; d = d + 1 == last ? first : d + 1) {
                 if (++work_ >= end) return false;
-                const int to = choices_.option(d).gpu;
-                const double before = over(to), most = allowed + before;
-                for (const auto [amount, left] : {Link{x, over_whole}, Link{part, over_part}}) {
-                    if (left >= most - gain_) continue;
-                    const bool gains = left + over_with(d, amount) < most - gain_;
-                    if (!gains && links == 1) continue;
-                    give(o, -amount), give(d, amount);
-                    if (gains || chain(to, most - left, links - 1, end)) return true;
-                    give(d, -amount), give(o, amount);
-                }
-                if (!split_ || before > 0) continue;
-                const double fits = room(d, x);
+                const int h = choices_.option(d).gpu;
+                const Gpu& to = gpus_[h];
+                const double had = tokens_[d], most = allowed + to.over - gain_;
+                if (whole + price_.over_with(h, to, had, x) < most) return move(o, d, x);
+                if (part_left + price_.over_with(h, to, had, part) < most) return move(o, d, part);
+                if (links > 1)
+                    for (const auto [amount, left] : {Link{x, whole}, Link{part, part_left}})
+                        if (left < most && relay(o, d, amount, allowed + to.over - left, links - 1, end))
+                            return true;
+                if (!split_ || price_.over_with(h, to, had, 1) > 0) continue;
+                const double fits = price_.room(h, to, had, x);
                 if (fits == 0 || fits == x || fits == part) continue;
-                if (over_with(o, -fits) + over_with(d, fits) >= allowed - gain_) continue;
-                give(o, -fits), give(d, fits);
-                return true;
+                if (price_.over_without(g, from, x, fits) + price_.over_with(h, to, had, fits) < allowed - gain_)
+                    return move(o, d, fits);
             }
         }
+        return false;
+    }
+    bool move(std::int32_t o, std::int32_t d, double amount) {
+        give(o, -amount), give(d, amount);
+        return true;
+    }
+    // Moves tokens and goes on with a chain from where they come to; undone if there is none.
+    bool relay(std::int32_t o, std::int32_t d, double amount, double allowed, int links, std::int64_t end) {
+        const int g = choices_.option(o).gpu, h = choices_.option(d).gpu;
+        const Gpu from = gpus_[g], to = gpus_[h];
+        const double x = tokens_[o], y = tokens_[d];
+        move(o, d, amount);
+        if (chain(h, allowed, links, end)) return true;
+        tokens_[o] = x, tokens_[d] = y, gpus_[g] = from, gpus_[h] = to;
         return false;
     }
 
@@ -311,9 +365,10 @@ class Rebalance {
     bool split_ = true;
     double target_ = 0, gain_ = 0;
     std::int64_t work_ = 0;
-    std::vector<double> tokens_, time_, kept_tokens_, kept_time_;
+    std::vector<double> tokens_, kept_tokens_;
     std::vector<std::uint64_t> rest_;  // tokens left over and their expert, in one word to sort
-    std::vector<typename Price::Sum> sum_, kept_sum_;
+    std::vector<Gpu> gpus_, kept_gpus_;
+    std::vector<std::int32_t> active_;  // options of a chain's GPUs, by links that are left
     std::uint64_t random_ = 1;
 };
 

@@ -744,7 +744,8 @@ void test_branching(Random& random) {
         const Placement placement = p.placement();
         const Price price{{{0, 1, 0, 1}}, {}, 128, std::vector<double>(p.gpus, 1.0), random.chance(70)};
         Choices choices;
-        choices.read(placement.layer(0), p.tokens.data(), price.pricing());
+        choices.fix(placement.layer(0), p.tokens.data(), price.pricing());
+        choices.read(placement.layer(0), p.tokens.data());
         std::vector<Caps> caps(p.gpus);
         const Caps most{static_cast<double>(random.between(1, 3)), static_cast<double>(random.between(1, 12))};
         for (Caps& c : caps) {

@@ -393,7 +393,7 @@ def test_the_largest_that_is_allowed(kind: str) -> None:
     tokens = np.stack([np.full(experts, most), rng.integers(0, most + 1, experts)])
     problem = Problem(placement, tokens)
     for objective in (KINDS[kind], slow(KINDS[kind], gpus)):
-        routing = route(problem, objective, 200)
+        routing = route(problem, objective)
         check(problem, routing)
         assert (routing.gap < 1).all()
 
