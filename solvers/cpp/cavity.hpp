@@ -106,8 +106,11 @@ class CavityJudge {
             }
             fed_[g] = fed(g, held_[g]);
         }
-        before_.resize(static_cast<std::size_t>(layout.width() + 1) * (highest_ + 1));
+        before_.resize(static_cast<std::size_t>(layout.width() + 1) * (highest_ + 3));
         behind_.resize(before_.size());
+        lowest_ = *std::min_element(level_.begin(), level_.end());
+        for (int q = 0; q < Lanes::kCount; ++q) before(0, highest_ - level_[q])[q] = 1;
+        behind(layout.width(), highest_) = Lanes::all(1);
         converge();
         square_price_ = kSquare * above() * above();  // a square takes two coincidences
         for (std::int32_t e = 0; e < layout.experts(); ++e) cycles_ += cycles_of(e), link(e, 1);
@@ -239,12 +242,6 @@ class CavityJudge {
         return Lanes::each(of, whole, [](float x, float y) { return part(x, y); });
     }
 
-    static void convolve(const Lanes* from, const Lanes& forced, std::int32_t highest, Lanes* to) {
-        const Lanes free = Lanes::all(1) - forced;
-        for (std::int32_t k = highest; k > 0; --k) to[k] = from[k] * free + from[k - 1] * forced;
-        to[0] = from[0] * free;
-    }
-
     // What a newcomer forced with this chance finds on a GPU from which slot `left` has gone.
     Joined join(std::int32_t left, const Lanes& newcomer) const {
         const auto& [fits, full] = without_[left];
@@ -254,30 +251,31 @@ class CavityJudge {
     // What a GPU is without each of its experts, by the counts of those before and behind it. Counts before
     // start at highest - level, so that all lanes are full at `highest`.
     void tell(std::int32_t gpu) {
-        const std::int32_t width = layout_.width(), row = highest_ + 1, first = gpu * width;
-        const auto forced = [&](std::int32_t s) { return layout_.expert(s) < 0 ? Lanes{} : forced_[s]; };
-        std::fill_n(before_.begin(), row, Lanes{});
-        for (int q = 0; q < Lanes::kCount; ++q) before_[highest_ - level_[q]][q] = 1;
-        for (std::int32_t s = 0; s < width; ++s)
-            convolve(&before_[s * row], forced(first + s), highest_, &before_[(s + 1) * row]);
-        std::fill_n(behind_.begin() + width * row, row, Lanes{});
-        behind_[width * row] = Lanes::all(1);
-        for (std::int32_t s = width - 1; s >= 0; --s)
-            convolve(&behind_[(s + 1) * row], forced(first + s), highest_, &behind_[s * row]);
-        fits_[gpu] = Lanes{};
-        for (std::int32_t k = 0; k <= highest_; ++k) fits_[gpu] = fits_[gpu] + before_[width * row + k];
+        const std::int32_t width = layout_.width(), first = gpu * width;
+        Lanes over;
         for (std::int32_t s = 0; s < width; ++s) {
-            const Lanes *a = &before_[s * row], *b = &behind_[(s + 1) * row];
-            Lanes below, at, up_to;
-            for (std::int32_t k = 0; k <= highest_; ++k) {
-                below = below + b[k];
-                at = at + a[highest_ - k] * b[k];
-                up_to = up_to + a[highest_ - k] * below;
-            }
+            const Lanes forced = forced_in(first + s), free = Lanes::all(1) - forced;
+            over = over + before(s, highest_) * forced;
+            for (std::int32_t k = least(s + 1); k <= most(s + 1); ++k)
+                before(s + 1, k) = before(s, k) * free + before(s, k - 1) * forced;
+        }
+        fits_[gpu] = Lanes::each(over, over, [](float x, float) { return std::max(1 - x, 0.0f); });
+        for (std::int32_t s = width - 1; s >= 0; --s) {
+            const Lanes forced = forced_in(first + s), free = Lanes::all(1) - forced;
+            Lanes at;
+            for (std::int32_t k = least(s + 1); k <= most(s); ++k) at = at + before(s, k) * behind(s + 1, k);
+            for (std::int32_t k = least(s); k <= most(s); ++k)
+                behind(s, k) = behind(s + 1, k) * free + behind(s + 1, k + 1) * forced;
+            const Lanes up_to = fits_[gpu] + forced * at;
             without_[first + s] = {up_to, at};
             full_[first + s] = part(at, up_to);
         }
     }
+    std::int32_t least(std::int32_t s) const { return std::max(0, highest_ - layout_.width() + s); }
+    std::int32_t most(std::int32_t s) const { return std::min(highest_, highest_ - lowest_ + s); }
+    Lanes& before(std::int32_t s, std::int32_t k) { return before_[s * (highest_ + 3) + k + 1]; }
+    Lanes& behind(std::int32_t s, std::int32_t k) { return behind_[s * (highest_ + 3) + k + 1]; }
+    Lanes forced_in(std::int32_t s) const { return layout_.expert(s) < 0 ? Lanes{} : forced_[s]; }
     void sweep() {
         for (std::int32_t e = 0; e < layout_.experts(); ++e) force(e);
         for (std::int32_t g = 0; g < layout_.gpus(); ++g) tell(g);
@@ -349,7 +347,7 @@ class CavityJudge {
     std::vector<Lanes> avoids_;         // by expert: 1 - p prod x
     std::vector<std::uint16_t> links_;  // [gpus, gpus]: experts with two copies that both hold
     std::array<std::int32_t, Lanes::kCount> level_{};
-    std::int32_t highest_ = 0;
+    std::int32_t highest_ = 0, lowest_ = 0;
     Lanes needed_, spread_;  // live experts that a GPU needs; the variance of all draws
     std::vector<bool> linked_;
     Lanes chance_ = Lanes::all(1);
