@@ -28,6 +28,7 @@
 #include <array>
 #include <cmath>
 #include <cstdint>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -85,8 +86,7 @@ class CavityJudge {
           fed_(layout.gpus()),
           fits_(layout.gpus(), Lanes::all(1)),
           avoids_(layout.experts(), Lanes::all(1)),
-          links_(static_cast<std::size_t>(layout.gpus()) * layout.gpus(), 0),
-          linked_(layout.experts(), false) {
+          links_(static_cast<std::size_t>(layout.gpus()) * layout.gpus(), 0) {
         for (int q = 0; q < Lanes::kCount; ++q) {
             const Total& total = totals_[q];
             const auto level = static_cast<std::int32_t>(total.floor);
@@ -292,35 +292,27 @@ class CavityJudge {
         for (std::int32_t k = 1; k < layout_.copies(e); ++k) tried_fits_ = tried_fits_ * (avoids_[e] / avoids);
     }
 
-    std::uint16_t& links(std::int32_t g, std::int32_t h) {
+    std::int16_t& links(std::int32_t g, std::int32_t h) {
         return links_[static_cast<std::size_t>(g) * layout_.gpus() + h];
     }
     void link(std::int32_t e, int by) {
         if (layout_.copies(e) != 2) return;
         const std::int32_t g = layout_.gpu_of(layout_.slots_of(e)[0]), h = layout_.gpu_of(layout_.slots_of(e)[1]);
-        links(g, h) = static_cast<std::uint16_t>(links(g, h) + by);
+        links(g, h) = static_cast<std::int16_t>(links(g, h) + by);
         links(h, g) = links(g, h);
-        linked_[e] = by > 0;
     }
     // The price of the cycles that `e` closes, which is not linked itself.
     double cycles_of(std::int32_t e) {
         if (layout_.copies(e) != 2) return 0;
         const std::int32_t g = layout_.gpu_of(layout_.slots_of(e)[0]), h = layout_.gpu_of(layout_.slots_of(e)[1]);
-        std::int64_t triangles = 0, squares = 0;
-        each_neighbour(g, h, [&](std::int32_t a) {
-            triangles += links(a, h);
-            each_neighbour(a, h, [&](std::int32_t b) { squares += b == g ? 0 : links(b, h); });
-        });
-        return kPair * links(g, h) + kTriangle * static_cast<double>(triangles) +
-               square_price_ * static_cast<double>(squares);
+        std::int32_t triangles = paths(g, h), squares = 0;
+        for (std::int32_t a = 0; a < layout_.gpus(); ++a)
+            if (a != g && links(a, h) > 0) squares += links(a, h) * (paths(g, a) - links(g, h) * links(h, a));
+        return kPair * links(g, h) + kTriangle * triangles + square_price_ * squares;
     }
-    template <class Visit>
-    void each_neighbour(std::int32_t gpu, std::int32_t but, Visit&& visit) {
-        for (const std::int32_t e : layout_.on(gpu)) {
-            if (e < 0 || !linked_[e]) continue;
-            for (const std::int32_t s : layout_.slots_of(e))
-                if (const std::int32_t other = layout_.gpu_of(s); other != gpu && other != but) visit(other);
-        }
+    // Of two links.
+    std::int32_t paths(std::int32_t g, std::int32_t h) {
+        return std::inner_product(&links(g, 0), &links(g, 0) + layout_.gpus(), &links(h, 0), 0);
     }
     void relink(std::int32_t i, std::int32_t j) {
         const std::int32_t e = layout_.expert(i), f = layout_.expert(j);
@@ -345,11 +337,10 @@ class CavityJudge {
     std::vector<bool> short_;           // by GPU: has empty slots
     std::vector<Lanes> fed_, fits_;     // by GPU: the chance that it has enough; P(S <= t)
     std::vector<Lanes> avoids_;         // by expert: 1 - p prod x
-    std::vector<std::uint16_t> links_;  // [gpus, gpus]: experts with two copies that both hold
+    std::vector<std::int16_t> links_;  // [gpus, gpus]: experts with two copies that both hold
     std::array<std::int32_t, Lanes::kCount> level_{};
     std::int32_t highest_ = 0, lowest_ = 0;
     Lanes needed_, spread_;  // live experts that a GPU needs; the variance of all draws
-    std::vector<bool> linked_;
     Lanes chance_ = Lanes::all(1);
     double cycles_ = 0, cycles_before_ = 0, square_price_ = 0;
     std::int64_t accepted_ = 0;
