@@ -11,17 +11,18 @@
 // is stationary in x: x may be out of date by a little, and a swap is judged on the two GPUs alone (Bethe's
 // approximation; M. Mezard and A. Montanari, Information, Physics, and Computation, 2009, ch. 14).
 //
-// Experts drawn one by one do not add up to n, so that it does not see when a GPU starves: if fewer than
-// n - (G - 1) t live experts have a replica on it, the others cannot take the rest. Their number is taken as
-// normal, with the mean and variance v of independent draws, less v^2 / V as all draws, of variance V, add up
-// to n; the chance of every GPU to have enough is a further factor.
+// Experts drawn one by one do not add up to n, so that it does not see GPUs starve: if d(g) live experts are
+// lacking to t on g, however they are routed, the others have to take them, which have room for t G - n in all.
+// The number of live experts with a replica on g is taken as normal, with the mean and variance v of independent
+// draws, less v^2 / V as all draws, of variance V, add up to n. Shortages of 1, 2, ... come to the GPUs as if by
+// Poisson, at rates that add up over GPUs; the chance that sum d(g) <= t G - n is a further factor.
 // Nor does it see short cycles: GPUs that share two experts, triangles and squares of GPUs fill up together.
 // They are counted over the experts with two copies, at a price for each.
 //
 // The cost of a layout is the mean of 1 - chance over `totals` of n, at each of which expert e is live with
 // p_e + Cov(e, n) / V (n - mean n), and the price of its cycles.
-// Time per swap tried O(1) and O(S^2) for cycles, S slots of a GPU; per swap made O(S t), and O(P t) at every
-// kEvery-th. Memory O(P + G^2 + S t).
+// Time per swap tried O(1) and O(G^2) for cycles; per swap made O(t (S - t)) for S slots of a GPU, and G times
+// that at every kEvery-th. Memory O(P + G^2 + S t).
 #pragma once
 
 #include <algorithm>
@@ -83,7 +84,7 @@ class CavityJudge {
           forced_(layout.slots().size()),
           held_(layout.gpus()),
           short_(layout.gpus()),
-          fed_(layout.gpus()),
+          short_of_(layout.gpus()),
           fits_(layout.gpus(), Lanes::all(1)),
           avoids_(layout.experts(), Lanes::all(1)),
           links_(static_cast<std::size_t>(layout.gpus()) * layout.gpus(), 0) {
@@ -92,7 +93,9 @@ class CavityJudge {
             const auto level = static_cast<std::int32_t>(total.floor);
             level_[q] = std::min(layout.width(), level);
             highest_ = std::max(highest_, level_[q]);
-            needed_[q] = static_cast<float>(total.live - (layout.filled_gpus() - 1) * total.floor);
+            const double slack = layout.filled_gpus() * total.floor - total.live;
+            slack_[q] = static_cast<int>(std::min(slack, Shortage::kMost - 1.0));
+            needed_[q] = static_cast<float>(total.floor - (slack - slack_[q]));
             for (std::int32_t e = 0; e < layout.experts(); ++e)
                 live_[e][q] = static_cast<float>(of.live_given(e, total.live));
         }
@@ -104,7 +107,7 @@ class CavityJudge {
                 if (e >= 0) held_[g] = held_[g].with(live_[e], 1);
                 short_[g] = short_[g] || e < 0;
             }
-            fed_[g] = fed(g, held_[g]);
+            short_of_[g] = shortage(g, held_[g]), shortages_ = shortages_ + short_of_[g];
         }
         before_.resize(static_cast<std::size_t>(layout.width() + 1) * (highest_ + 3));
         behind_.resize(before_.size());
@@ -116,13 +119,6 @@ class CavityJudge {
         for (std::int32_t e = 0; e < layout.experts(); ++e) cycles_ += cycles_of(e), link(e, 1);
     }
 
-    // In steps of the longest loop: counts of every replica that has others, once a GPU.
-    std::int64_t work_per_swap() const {
-        std::int64_t several = 0;
-        for (std::int32_t e = 0; e < layout_.experts(); ++e)
-            if (layout_.copies(e) > 1) several += layout_.copies(e);
-        return 1 + several * (highest_ + 1) / layout_.gpus();
-    }
     double cost() const { return above() + cycles_; }
     // The chance of a batch above its floor, but for cycles.
     double above() const { return violated(chance_); }
@@ -135,15 +131,16 @@ class CavityJudge {
         const Joined on_g = join(i, f_forced), on_h = join(j, e_forced);
         tried_held_ = {held_[g].with(live_[e], -1).with(live_[f], 1),
                        held_[h].with(live_[f], -1).with(live_[e], 1)};
-        tried_fits_ = chance_ * part(on_g.fits, fits_[g]) * part(on_h.fits, fits_[h]) *
-                      part(fed(g, tried_held_.first), fed_[g]) * part(fed(h, tried_held_.second), fed_[h]);
+        tried_short_ = {shortage(g, tried_held_.first), shortage(h, tried_held_.second)};
+        tried_chance_ = fit_ * part(on_g.fits, fits_[g]) * part(on_h.fits, fits_[h]) *
+                        fed(shortages_ + tried_short_.first + tried_short_.second - short_of_[g] - short_of_[h]);
         discount(e, e_forced * on_h.full);
         discount(f, f_forced * on_g.full);
         tried_full_ = {on_g.full, on_h.full};
         cycles_before_ = cycles_;
         const bool linked = layout_.copies(e) == 2 || layout_.copies(f) == 2;
         if (linked) relink(i, j);
-        return violated(tried_fits_) + cycles_;
+        return violated(tried_chance_) + cycles_;
     }
 
     void accept() {
@@ -153,7 +150,8 @@ class CavityJudge {
         swapped_ = false;
         full_[i] = tried_full_.first, full_[j] = tried_full_.second;
         held_[g] = tried_held_.first, held_[h] = tried_held_.second;
-        for (const std::int32_t gpu : {g, h}) fed_[gpu] = fed(gpu, held_[gpu]);
+        short_of_[g] = tried_short_.first, short_of_[h] = tried_short_.second;
+        shortages_ = std::accumulate(short_of_.begin(), short_of_.end(), Shortage{});
         force(layout_.expert(i));
         force(layout_.expert(j));
         if (++accepted_ % kEvery == 0) {
@@ -165,7 +163,7 @@ class CavityJudge {
                     if (e >= 0 && layout_.copies(e) > 1) force(e);
             }
         }
-        chance_ = total();
+        total();
     }
     void reject() {
         if (!swapped_) return;
@@ -182,7 +180,7 @@ class CavityJudge {
     // Until the chances no longer change.
     void converge() {
         for (int n = 0; n < kSweeps; ++n) sweep();
-        chance_ = total();
+        total();
     }
 
   private:
@@ -202,21 +200,54 @@ class CavityJudge {
         }
     };
 
+    // How often 1 or more, 2 or more, ... live experts are lacking.
+    struct Shortage {
+        static constexpr int kMost = 4;
+        std::array<Lanes, kMost> of;
+
+        friend Shortage operator+(Shortage a, const Shortage& b) {
+            for (int j = 0; j < kMost; ++j) a.of[j] = a.of[j] + b.of[j];
+            return a;
+        }
+        friend Shortage operator-(Shortage a, const Shortage& b) {
+            for (int j = 0; j < kMost; ++j) a.of[j] = a.of[j] - b.of[j];
+            return a;
+        }
+    };
+
     double violated(const Lanes& chance) const {
         double sum = 0;
         for (int q = 0; q < Lanes::kCount; ++q)
             sum += totals_[q].weight * (chance[q] >= 0 ? std::max(0.0f, 1 - chance[q]) : 1.0f);  // NaN: hopeless
         return sum;
     }
-    // The chance that a GPU has enough live experts; one with empty slots is not expected to.
-    Lanes fed(std::int32_t gpu, const Held& held) const {
-        if (short_[gpu]) return Lanes::all(1);
-        Lanes chance;
+    // A GPU with empty slots is not expected to have enough.
+    Shortage shortage(std::int32_t gpu, const Held& held) const {
+        Shortage shortage;
+        if (short_[gpu]) return shortage;
         for (int q = 0; q < Lanes::kCount; ++q) {
             const float v = std::max(held.variance[q], 0.0f), left = std::max(spread_[q] - v, 0.0f),
+                        scale = 1 / std::sqrt(std::max(v * part(left, spread_[q]), 1e-4f)),
                         spare = held.mean[q] - needed_[q] + 0.5f;
-            const float deviation = std::sqrt(std::max(v * part(left, spread_[q]), 1e-4f));
-            chance[q] = 1 - normal_tail(spare / deviation);
+            for (int j = 0; j < Shortage::kMost; ++j)
+                shortage.of[j][q] = normal_tail((spare + static_cast<float>(j)) * scale);
+        }
+        return shortage;
+    }
+    // The chance that no more than the slack is lacking, by the recursion for sums that come by Poisson (H.
+    // Panjer, "Recursive evaluation of a family of compound distributions", 1981).
+    Lanes fed(const Shortage& all) const {
+        Lanes chance;
+        for (int q = 0; q < Lanes::kCount; ++q) {
+            std::array<float, Shortage::kMost> lacking;  // exactly so many
+            lacking[0] = chance[q] = std::exp(-all.of[0][q]);
+            for (int k = 1; k <= slack_[q]; ++k) {
+                float sum = 0;
+                for (int j = 1; j <= k; ++j)
+                    sum += static_cast<float>(j) * (all.of[j - 1][q] - all.of[j][q]) * lacking[k - j];
+                lacking[k] = sum / static_cast<float>(k);
+                chance[q] += lacking[k];
+            }
         }
         return chance;
     }
@@ -248,48 +279,52 @@ class CavityJudge {
         return {fits - newcomer * full, part(full, fits)};
     }
 
-    // What a GPU is without each of its experts, by the counts of those before and behind it. Counts before
-    // start at highest - level, so that all lanes are full at `highest`.
+    // What a GPU is without each of its experts. before(s, k) is the chance to come from highest - level to k by
+    // the slots before s, behind(s, k) to come from k to `highest` by the others, so that all lanes are full
+    // there; from what is below least(s) it is out of reach. Other chances are never written and 0.
     void tell(std::int32_t gpu) {
         const std::int32_t width = layout_.width(), first = gpu * width;
+        const auto forced_in = [&](std::int32_t s) {
+            return layout_.expert(first + s) < 0 ? Lanes{} : forced_[first + s];
+        };
         Lanes over;
         for (std::int32_t s = 0; s < width; ++s) {
-            const Lanes forced = forced_in(first + s), free = Lanes::all(1) - forced;
+            const Lanes forced = forced_in(s), free = Lanes::all(1) - forced;
             over = over + before(s, highest_) * forced;
             for (std::int32_t k = least(s + 1); k <= most(s + 1); ++k)
                 before(s + 1, k) = before(s, k) * free + before(s, k - 1) * forced;
         }
-        fits_[gpu] = Lanes::each(over, over, [](float x, float) { return std::max(1 - x, 0.0f); });
+        const Lanes fits = fits_[gpu] =
+            Lanes::each(over, over, [](float x, float) { return std::max(1 - x, 0.0f); });
         for (std::int32_t s = width - 1; s >= 0; --s) {
-            const Lanes forced = forced_in(first + s), free = Lanes::all(1) - forced;
+            const Lanes forced = forced_in(s), free = Lanes::all(1) - forced;
             Lanes at;
             for (std::int32_t k = least(s + 1); k <= most(s); ++k) at = at + before(s, k) * behind(s + 1, k);
             for (std::int32_t k = least(s); k <= most(s); ++k)
                 behind(s, k) = behind(s + 1, k) * free + behind(s + 1, k + 1) * forced;
-            const Lanes up_to = fits_[gpu] + forced * at;
+            const Lanes up_to = fits + forced * at;
             without_[first + s] = {up_to, at};
             full_[first + s] = part(at, up_to);
         }
     }
-    std::int32_t least(std::int32_t s) const { return std::max(0, highest_ - layout_.width() + s); }
-    std::int32_t most(std::int32_t s) const { return std::min(highest_, highest_ - lowest_ + s); }
-    Lanes& before(std::int32_t s, std::int32_t k) { return before_[s * (highest_ + 3) + k + 1]; }
-    Lanes& behind(std::int32_t s, std::int32_t k) { return behind_[s * (highest_ + 3) + k + 1]; }
-    Lanes forced_in(std::int32_t s) const { return layout_.expert(s) < 0 ? Lanes{} : forced_[s]; }
+    std::int32_t least(std::int32_t slot) const { return std::max(0, highest_ - layout_.width() + slot); }
+    std::int32_t most(std::int32_t slot) const { return std::min(highest_, highest_ - lowest_ + slot); }
+    Lanes& before(std::int32_t slot, std::int32_t k) { return before_[slot * (highest_ + 3) + k + 1]; }
+    Lanes& behind(std::int32_t slot, std::int32_t k) { return behind_[slot * (highest_ + 3) + k + 1]; }
     void sweep() {
         for (std::int32_t e = 0; e < layout_.experts(); ++e) force(e);
         for (std::int32_t g = 0; g < layout_.gpus(); ++g) tell(g);
     }
-    Lanes total() const {
-        Lanes chance = Lanes::all(1);
-        for (std::int32_t g = 0; g < layout_.gpus(); ++g) chance = chance * fits_[g] * fed_[g];
+    void total() {
+        fit_ = Lanes::all(1);
+        for (const Lanes& fits : fits_) fit_ = fit_ * fits;
         for (std::int32_t e = 0; e < layout_.experts(); ++e)
-            for (std::int32_t k = 1; k < layout_.copies(e); ++k) chance = chance / avoids_[e];
-        return chance;
+            for (std::int32_t k = 1; k < layout_.copies(e); ++k) fit_ = fit_ / avoids_[e];
+        chance_ = fit_ * fed(shortages_);
     }
     void discount(std::int32_t e, const Lanes& all_full) {
         const Lanes avoids = not_certain(all_full);
-        for (std::int32_t k = 1; k < layout_.copies(e); ++k) tried_fits_ = tried_fits_ * (avoids_[e] / avoids);
+        for (std::int32_t k = 1; k < layout_.copies(e); ++k) tried_chance_ = tried_chance_ * (avoids_[e] / avoids);
     }
 
     std::int16_t& links(std::int32_t g, std::int32_t h) {
@@ -335,13 +370,16 @@ class CavityJudge {
     std::vector<Lanes> full_, forced_;  // by slot: x and b above
     std::vector<Held> held_;            // by GPU
     std::vector<bool> short_;           // by GPU: has empty slots
-    std::vector<Lanes> fed_, fits_;     // by GPU: the chance that it has enough; P(S <= t)
+    std::vector<Shortage> short_of_;    // by GPU
+    std::vector<Lanes> fits_;           // by GPU: P(S <= t)
     std::vector<Lanes> avoids_;         // by expert: 1 - p prod x
-    std::vector<std::int16_t> links_;  // [gpus, gpus]: experts with two copies that both hold
+    std::vector<std::int16_t> links_;   // [gpus, gpus]: experts with two copies that both hold
     std::array<std::int32_t, Lanes::kCount> level_{};
     std::int32_t highest_ = 0, lowest_ = 0;
-    Lanes needed_, spread_;  // live experts that a GPU needs; the variance of all draws
-    Lanes chance_ = Lanes::all(1);
+    std::array<int, Lanes::kCount> slack_{};  // at most kMost - 1; GPUs need less if there is more room
+    Lanes needed_, spread_;                   // live experts on a GPU; the variance of all draws
+    Shortage shortages_;                      // of all GPUs
+    Lanes fit_, chance_;                      // that no GPU is above its level; nor too many lack some
     double cycles_ = 0, cycles_before_ = 0, square_price_ = 0;
     std::int64_t accepted_ = 0;
     bool swapped_ = false;
@@ -349,7 +387,8 @@ class CavityJudge {
     std::pair<std::int32_t, std::int32_t> tried_{-1, -1};
     std::pair<Lanes, Lanes> tried_full_;
     std::pair<Held, Held> tried_held_;
-    Lanes tried_fits_;
+    std::pair<Shortage, Shortage> tried_short_;
+    Lanes tried_chance_;
     std::vector<Lanes> before_, behind_;
 };
 

@@ -46,7 +46,8 @@ class HallJudge {
         for (std::uint32_t x = 0; x < sets_.size(); ++x) {
             sets_[x].with.assign(layout.experts(), 0.0f);
             for (std::int32_t e = 0; e < layout.experts(); ++e)
-                if (confined(e, holders_[e], x)) add(sets_[x], sets_[x].moments, e, 1), spread(sets_[x], e, 1);
+                if (layout_.copies(e) > 0 && (holders_[e] & ~x) == 0)
+                    add(sets_[x], sets_[x].moments, e, 1), spread(sets_[x], e, 1);
         }
         price_all();
     }
@@ -55,23 +56,16 @@ class HallJudge {
 
     double try_swap(std::int32_t i, std::int32_t j) {
         tried_ = {i, j};
-        const std::int32_t e = layout_.expert(i), f = layout_.expert(j);
-        const std::uint32_t both = bit(layout_.gpu_of(i)) ^ bit(layout_.gpu_of(j));
         changes_.clear();
         tried_risk_ = risk_;
-        for (std::uint32_t x = 0; x + 1 < sets_.size(); ++x) {
-            const int of_e = confined(e, holders_[e] ^ both, x) - confined(e, holders_[e], x),
-                      of_f = confined(f, holders_[f] ^ both, x) - confined(f, holders_[f], x);
-            if (of_e == 0 && of_f == 0) continue;
-            const Set& set = sets_[x];
-            Change change{x, of_e, of_f, set.moments, {}};
-            if (of_e != 0) add(set, change.moments, e, of_e);
-            if (of_f != 0) add(set, change.moments, f, of_f);
-            if (of_e != 0 && of_f != 0)
-                change.moments.variance += 2 * static_cast<float>(of_e * of_f) * of_.row(e)[f];
-            change.risk = risk(change.moments, x);
-            for (std::size_t q = 0; q < kTotals; ++q) tried_risk_[q] += change.risk[q] - set.risk[q];
-            changes_.push_back(change);
+        const std::int32_t e = layout_.expert(i), f = layout_.expert(j);
+        const std::uint32_t g = bit(layout_.gpu_of(i)), h = bit(layout_.gpu_of(j)), e_else = holders_[e] ^ g,
+                            f_else = holders_[f] ^ h,
+                            others = static_cast<std::uint32_t>(sets_.size() - 1) ^ g ^ h;
+        for (std::uint32_t x = others;; x = (x - 1) & others) {
+            const int of_e = (e_else & ~x) == 0, of_f = (f_else & ~x) == 0;
+            if (of_e + of_f > 0) change(x | g, -of_e, of_f), change(x | h, of_e, -of_f);
+            if (x == 0) break;
         }
         return tried_cost_ = price(tried_risk_);
     }
@@ -112,8 +106,17 @@ class HallJudge {
     };
 
     static std::uint32_t bit(std::int32_t gpu) { return std::uint32_t{1} << gpu; }
-    int confined(std::int32_t e, std::uint32_t holders, std::uint32_t set) const {
-        return layout_.copies(e) > 0 && (holders & ~set) == 0;
+
+    // What a set is that confines `of_e` more of the expert in the one slot and `of_f` more of that in the other.
+    void change(std::uint32_t x, int of_e, int of_f) {
+        const std::int32_t e = layout_.expert(tried_.first), f = layout_.expert(tried_.second);
+        const Set& set = sets_[x];
+        Change& change = changes_.emplace_back(Change{x, of_e, of_f, set.moments, {}});
+        if (of_e != 0) add(set, change.moments, e, of_e);
+        if (of_f != 0) add(set, change.moments, f, of_f);
+        if (of_e != 0 && of_f != 0) change.moments.variance += 2 * static_cast<float>(of_e * of_f) * of_.row(e)[f];
+        change.risk = risk(change.moments, x);
+        for (std::size_t q = 0; q < kTotals; ++q) tried_risk_[q] += change.risk[q] - set.risk[q];
     }
 
     void add(const Set& set, Moments& moments, std::int32_t e, int by) const {

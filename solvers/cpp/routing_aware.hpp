@@ -24,7 +24,7 @@ namespace eplb {
 // `room` is the slots that each GPU may fill, at least as many as experts in all; `slots` [gpus, slots].
 inline void place_for_liveness(const Liveness& of, std::span<const std::int32_t> room,
                                std::span<std::int32_t> slots) {
-    constexpr std::int64_t kSetBySet = 5300, kPerSlot = 50, kMost = 16000, kWork = 1'400'000;
+    constexpr std::int64_t kSetBySet = 5300, kPerSlot = 70;
     const auto gpus = static_cast<std::int32_t>(room.size());
     const Spare spare(room, of.experts());
     place_apart(of.live, copies_for_liveness(of, spare.most, spare.copies, spare.most), room, slots);
@@ -39,9 +39,7 @@ inline void place_for_liveness(const Liveness& of, std::span<const std::int32_t>
         annealed(judge, kSetBySet, Cooling{2e-3, 1e-5});
     } else {
         CavityJudge judge(of, layout);
-        const auto slot_count = static_cast<std::int64_t>(slots.size());
-        annealed(judge, std::min({kPerSlot * slot_count, kMost, kWork / judge.work_per_swap()}),
-                 Cooling{5e-3, 2e-6});
+        annealed(judge, kPerSlot * static_cast<std::int64_t>(slots.size()), Cooling{5e-3, 2e-6});
     }
 }
 
