@@ -148,14 +148,14 @@ struct Cooling {
 
 // Swaps slots until `done(proposals made)`, rising, is 1; `judge` prices them:
 //   cost() of the layout, try_swap(i, j) -> cost, accept() or reject() what was tried.
-// Leaves the cheapest layout that was seen or, where the judge's costs are not exact (kExact), the last: what
-// seems cheapest is then what is most underrated.
+// A cost below the last temperature is as good as 0. Leaves the cheapest layout that was seen or, where the
+// judge's costs are not exact (kExact), the last: what seems cheapest is then what is most underrated.
 template <class Judge, class Done>
 void anneal(Layout& layout, Judge& judge, const Cooling& cooling, Draws& draws, Done&& done) {
     double cost = judge.cost(), least = cost;
     std::vector<std::int32_t> best(layout.slots().begin(), layout.slots().end());
     double progress = 0;
-    for (std::int64_t made = 0; (progress = done(made)) < 1; ++made) {
+    for (std::int64_t made = 0; least > cooling.last && (progress = done(made)) < 1; ++made) {
         const auto [i, j] = layout.propose(draws);
         if (i < 0) continue;
         const double tried = judge.try_swap(i, j);
@@ -165,9 +165,9 @@ void anneal(Layout& layout, Judge& judge, const Cooling& cooling, Draws& draws, 
         }
         judge.accept();
         cost = judge.cost();
-        if (Judge::kExact && cost < least) {
+        if (cost < least) {
             least = cost;
-            std::copy(layout.slots().begin(), layout.slots().end(), best.begin());
+            if (Judge::kExact) std::copy(layout.slots().begin(), layout.slots().end(), best.begin());
         }
     }
     if (Judge::kExact) layout.restore(best);

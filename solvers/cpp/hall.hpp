@@ -17,6 +17,7 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "annealing.hpp"
@@ -46,8 +47,11 @@ class HallJudge {
         for (std::uint32_t x = 0; x < sets_.size(); ++x) {
             sets_[x].with.assign(layout.experts(), 0.0f);
             for (std::int32_t e = 0; e < layout.experts(); ++e)
-                if (layout_.copies(e) > 0 && (holders_[e] & ~x) == 0)
-                    add(sets_[x], sets_[x].moments, e, 1), spread(sets_[x], e, 1);
+                if (layout_.copies(e) > 0 && (holders_[e] & ~x) == 0) {
+                    add(sets_[x], sets_[x].moments, e, 1);
+                    std::transform(sets_[x].with.begin(), sets_[x].with.end(), of.row(e).begin(),
+                                   sets_[x].with.begin(), std::plus());
+                }
         }
         price_all();
     }
@@ -72,11 +76,12 @@ class HallJudge {
 
     void accept() {
         const std::int32_t e = layout_.expert(tried_.first), f = layout_.expert(tried_.second);
+        const auto with_e = of_.row(e), with_f = of_.row(f);
         for (const Change& change : changes_) {
             Set& set = sets_[change.set];
             set.moments = change.moments, set.risk = change.risk;
-            if (change.of_e != 0) spread(set, e, change.of_e);
-            if (change.of_f != 0) spread(set, f, change.of_f);
+            const auto of_e = static_cast<float>(change.of_e), of_f = static_cast<float>(change.of_f);
+            for (std::size_t i = 0; i < set.with.size(); ++i) set.with[i] += of_e * with_e[i] + of_f * with_f[i];
         }
         const std::uint32_t both = bit(layout_.gpu_of(tried_.first)) ^ bit(layout_.gpu_of(tried_.second));
         holders_[e] ^= both, holders_[f] ^= both;
@@ -125,12 +130,6 @@ class HallJudge {
         moments.variance += of_.row(e)[e] + 2 * sign * set.with[e];
         moments.with_total += sign * static_cast<float>(of_.with_total[e]);
     }
-    void spread(Set& set, std::int32_t e, int by) const {
-        const auto row = of_.row(e);
-        const auto sign = static_cast<float>(by);
-        for (std::size_t f = 0; f < row.size(); ++f) set.with[f] += sign * row[f];
-    }
-
     PerTotal risk(const Moments& m, std::uint32_t set) const {
         PerTotal tail{};
         if (set == 0 || set + 1 == sets_.size()) return tail;  // confines nothing, or all

@@ -11,8 +11,8 @@ inline float normal_tail(float z) {
                        y * (0.0422820123f +
                             y * (0.0092705272f + y * (0.0001520143f + y * (0.0002765672f + y * 0.0000430638f)))));
     d *= d, d *= d, d *= d, d *= d;
-    const float tail = 0.5f / d;
-    return z < 0 ? 1 - tail : tail;
+    const float below = z < 0 ? 1.0f : 0.0f;  // no branch around arithmetic, which would not be vectorised
+    return below + (1 - 2 * below) * (0.5f / d);
 }
 
 }  // namespace eplb

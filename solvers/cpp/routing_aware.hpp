@@ -73,7 +73,6 @@ void place_for_solved(std::span<const std::int64_t> tokens, std::span<const std:
     const std::int64_t begin = judge.work();
     Draws draws(2);
     anneal(layout, judge, Cooling{1e-3 * start, 1e-5 * start}, draws, [&](std::int64_t made) {
-        if (judge.cost() <= 0) return 1.0;
         return static_cast<double>(judge.work() - begin + made) / static_cast<double>(max_work);
     });
     if (makespan(slots) > start) layout.restore(first);
