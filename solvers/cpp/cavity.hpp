@@ -21,7 +21,7 @@
 //
 // The cost of a layout is the mean of 1 - chance over `totals` of n, at each of which expert e is live with
 // p_e + Cov(e, n) / V (n - mean n), and the price of its cycles.
-// Time per swap tried O(1) and O(G^2) for cycles; per swap made O(t (S - t)) for S slots of a GPU, and G times
+// Time per swap tried O(1) and O(S G) for cycles; per swap made O(t (S - t)) for S slots of a GPU, and G times
 // that at every kEvery-th. Memory O(P + G^2 + S t).
 #pragma once
 
@@ -376,7 +376,7 @@ class CavityJudge {
     std::vector<std::int16_t> links_;   // [gpus, gpus]: experts with two copies that both hold
     std::array<std::int32_t, Lanes::kCount> level_{};
     std::int32_t highest_ = 0, lowest_ = 0;
-    std::array<int, Lanes::kCount> slack_{};  // at most kMost - 1; GPUs need less if there is more room
+    std::array<int, Lanes::kCount> slack_{};  // t G - n, or kMost - 1 and the less is needed
     Lanes needed_, spread_;                   // live experts on a GPU; the variance of all draws
     Shortage shortages_;                      // of all GPUs
     Lanes fit_, chance_;                      // that no GPU is above its level; nor too many lack some

@@ -8,8 +8,8 @@
 // and the chance that there is one about 1 - exp(-sum Q(X)), as if they came in independent clumps. The cost
 // of a layout is its mean over `totals` of n. It needs no batch and so cannot overfit to any.
 //
-// All 2^G sets are kept; a swap changes those alone that confine an expert before and not after, or the other
-// way round. Time per swap tried O(2^G + changed sets), per swap made O(changed sets x E). Memory O(2^G E).
+// All 2^G sets are kept; a swap changes those alone that have one of its two GPUs and confine an expert with it.
+// Time per swap tried O(2^G), per swap made O(changed sets x E). Memory O(2^G E).
 #pragma once
 
 #include <algorithm>

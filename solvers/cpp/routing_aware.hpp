@@ -24,7 +24,7 @@ namespace eplb {
 // `room` is the slots that each GPU may fill, at least as many as experts in all; `slots` [gpus, slots].
 inline void place_for_liveness(const Liveness& of, std::span<const std::int32_t> room,
                                std::span<std::int32_t> slots) {
-    constexpr std::int64_t kSetBySet = 5300, kPerSlot = 70;
+    constexpr std::int64_t kSetBySet = 6500, kPerSlot = 70;
     const auto gpus = static_cast<std::int32_t>(room.size());
     const Spare spare(room, of.experts());
     place_apart(of.live, copies_for_liveness(of, spare.most, spare.copies, spare.most), room, slots);

@@ -1223,6 +1223,39 @@ void test_routing_aware(Random& random) {
     }
 }
 
+// Chances of batches above their floor are near how often drawn ones are.
+void test_liveness_is_near(Random& random) {
+    constexpr std::int32_t kExperts = 40, kGpus = 10, kWidth = 5, kTokens = 10, kTopK = 3, kBatches = 2000;
+    std::vector<double> load(kExperts);
+    std::iota(load.begin(), load.end(), 8.0);
+    const Ids room(kGpus, kWidth);
+    Ids slots(kGpus * kWidth);
+    const Liveness of = liveness_of_loads(load, kTokens, kTopK);
+    place_for_liveness(of, room, slots);
+    Layout layout(slots, kGpus, kExperts);
+    const double chance = CavityJudge(of, layout).above();
+
+    const Placement placement(slots, 1, kGpus, kWidth, kExperts);
+    double above = 0;
+    for (int b = 0; b < kBatches; ++b) {
+        Counts tokens(kExperts, 0), routed(slots.size(), 0);
+        for (int t = 0; t < kTokens; ++t) {
+            Ids chosen;
+            while (chosen.size() < kTopK) {
+                const auto e = static_cast<std::int32_t>(random.between(0, kExperts - 1));
+                if (random.between(0, 46) >= load[e] || std::count(chosen.begin(), chosen.end(), e) > 0) continue;
+                chosen.push_back(e), ++tokens[e];
+            }
+        }
+        const auto live = kExperts - std::count(tokens.begin(), tokens.end(), 0);
+        Matching<1> matching(placement.layer(0), routed.data());
+        matching.solve(tokens.data());
+        above += matching.makespan() > (live + kGpus - 1) / kGpus;
+    }
+    above /= kBatches;
+    check(std::abs(chance - above) < 0.06, "chances are near frequencies");
+}
+
 // Batches of which one has all experts live and the others none: fewer than none are live a deviation below
 // the mean.
 void test_uneven_batches() {
@@ -1401,6 +1434,7 @@ int main() {
     test_deepseek(random);
     test_placers(random);
     test_routing_aware(random);
+    test_liveness_is_near(random);
     test_uneven_batches();
     test_assignment(random);
     test_transfer(random);
