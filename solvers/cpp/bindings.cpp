@@ -24,6 +24,7 @@
 
 #include "ascend_default.hpp"
 #include "assign.hpp"
+#include "completion.hpp"
 #include "deepseek.hpp"
 #include "distinct.hpp"
 #include "flashlb.hpp"
@@ -35,6 +36,7 @@
 #include "placement.hpp"
 #include "placement_search.hpp"
 #include "pricing.hpp"
+#include "refine.hpp"
 #include "reslotting.hpp"
 #include "routing_aware.hpp"
 #include "shares.hpp"
@@ -350,6 +352,35 @@ std::int64_t prove_makespan(const Placement& placement, nb::handle tokens, Answe
         if (problem.status == kFeasible && problem.makespan == problem.bound) problem.status = kOptimal;
         return outcome;
     });
+}
+
+using Numbers = nb::ndarray<nb::numpy, const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+const Layer& require_one(const Placement& placement, std::int64_t layer, const Numbers& tokens,
+                         const Array<std::int64_t>& routed, const Pricing& pricing) {
+    const Layer& of = placement.layer(layer);
+    require(pricing.gpus() == of.gpus && pricing.simple(), "up to two pieces without tiles, on equal GPUs");
+    require(tokens.size() == static_cast<std::size_t>(of.experts) &&
+                routed.size() == static_cast<std::size_t>(of.physical_slots()),
+            "tokens, routed and placement differ in shape");
+    return of;
+}
+
+// True and `routed` if whole experts fit into the target, False if nothing does, else None.
+std::optional<bool> fit_whole_experts(const Placement& placement, std::int64_t layer, Numbers tokens,
+                                      Array<std::int64_t> routed, const Pricing& pricing, double target,
+                                      std::int64_t nodes) {
+    const Layer& of = require_one(placement, layer, tokens, routed, pricing);
+    nb::gil_scoped_release unlocked;
+    const Verdict verdict = fit_whole(pricing, of, tokens.data(), routed.data(), target, nodes);
+    return verdict == Verdict::unknown ? std::nullopt : std::optional(verdict == Verdict::fits);
+}
+
+void refine_makespan(const Placement& placement, std::int64_t layer, Numbers tokens, Array<std::int64_t> routed,
+                     const Pricing& pricing, std::uint64_t number, std::int64_t work) {
+    const Layer& of = require_one(placement, layer, tokens, routed, pricing);
+    nb::gil_scoped_release unlocked;
+    refine(pricing, of, tokens.data(), routed.data(), number, work);
 }
 
 // Proves a bound for an answer that another method gave: writes bound, certificate and, where the
@@ -770,6 +801,10 @@ NB_MODULE(_core, m) {
           "work"_a);
     m.def("prove_makespan", &prove_makespan, "placement"_a, "tokens"_a, "answer"_a, "threads"_a, "pricing"_a,
           "work"_a);
+    m.def("fit_whole_experts", &fit_whole_experts, "placement"_a, "layer"_a, "tokens"_a.noconvert(),
+          "routed"_a.noconvert(), "pricing"_a, "target"_a, "nodes"_a);
+    m.def("refine_makespan", &refine_makespan, "placement"_a, "layer"_a, "tokens"_a.noconvert(),
+          "routed"_a.noconvert(), "pricing"_a, "number"_a, "work"_a);
     m.def("prove_activations", &prove<Matching>, "placement"_a, "tokens"_a, "answer"_a, "threads"_a);
     m.def("prove_tokens", &prove<Flow>, "placement"_a, "tokens"_a, "answer"_a, "threads"_a);
     m.def("assign", &assign, "placement"_a, "routed"_a.noconvert(), "topk_ids"_a.noconvert(),

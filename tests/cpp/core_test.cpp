@@ -25,6 +25,7 @@
 #include "assignment.hpp"
 #include "branching.hpp"
 #include "choices.hpp"
+#include "completion.hpp"
 #include "deepseek.hpp"
 #include "distinct.hpp"
 #include "flashlb.hpp"
@@ -38,6 +39,7 @@
 #include "placement_search.hpp"
 #include "pricing.hpp"
 #include "problem.hpp"
+#include "refine.hpp"
 #include "routing_aware.hpp"
 #include "shares.hpp"
 #include "swift.hpp"
@@ -560,6 +562,18 @@ Found solve(Solvers& solvers, const Problem& p, const Price& price, std::int64_t
     return solvers.found(p, routed);
 }
 
+void check_refined(const Problem& p, const Price& price, const Found& found) {
+    const Placement placement = p.placement();
+    Counts refined = found.routed, again = found.routed;
+    refine(price.pricing(), placement.layer(0), p.tokens.data(), refined.data(), 1, 2000);
+    refine(price.pricing(), placement.layer(0), p.tokens.data(), again.data(), 1, 2000);
+    check_served(p, refined);
+    check(refined == again, "a number draws the same again");
+    check(price.split || is_whole(p, refined), "whole experts stay whole");
+    check(price.makespan(p, refined) <= found.makespan, "refined is never worse");
+    check(price.makespan(p, refined) >= found.bound, "and not below the bound");
+}
+
 Found check_makespan(Solvers& solvers, const Problem& p, const Price& price, std::int64_t work) {
     const Found found = solve(solvers, p, price, work);
     check_served(p, found.routed);
@@ -580,6 +594,7 @@ Found check_makespan(Solvers& solvers, const Problem& p, const Price& price, std
     check(found.proved_by != Proof::none, "a bound is proven by someone");
     check(!certified || found.proved_by == Proof::matching || found.proved_by == Proof::flow,
           "only matching and flow give certificates");
+    if (price.pricing().simple()) check_refined(p, price, found);
     if (certified && price.curve.empty()) {
         const Pricing pricing = price.pricing();
         const bool activations = found.proved_by == Proof::matching;
@@ -736,9 +751,9 @@ void test_makespan_brute_force(Random& random) {
     }
 }
 
-// Whether a routing within the caps exists, by trying; and what Branching says of it.
+// Whether a routing within the caps exists, by trying; and what Branching and Completion say of it.
 void test_branching(Random& random) {
-    std::int64_t fits = 0, refuted = 0;
+    std::int64_t fits = 0, refuted = 0, completed = 0, excluded = 0;
     for (int i = 0; i < 4000; ++i) {
         const Problem p = draw_tiny(random);
         const Placement placement = p.placement();
@@ -768,25 +783,34 @@ void test_branching(Random& random) {
         std::vector<Caps> left = caps;
         for (std::int32_t g = 0; g < p.gpus; ++g)
             left[g].activated -= choices.fixed(g).activated, left[g].tokens -= choices.fixed(g).tokens;
-        Branching branching(choices);
-        for (const std::int64_t nodes : {1, 4, 1000}) {
-            const Verdict verdict = branching.decide(left, price.split, nodes);
+        const auto judge = [&](Verdict verdict, const std::vector<double>& tokens, bool split) {
             check(verdict != Verdict::refuted || !exists, "what is refuted does not exist");
             check(verdict != Verdict::fits || exists, "what fits exists");
-            check(verdict != Verdict::unknown || nodes < 1000, "with nodes enough it is decided");
-            check(branching.nodes() <= nodes + 1, "no more nodes than allowed");
-            if (nodes == 1000) fits += verdict == Verdict::fits, refuted += verdict == Verdict::refuted;
-            if (verdict != Verdict::fits) continue;
+            if (verdict != Verdict::fits) return;
             std::fill(routed.begin(), routed.end(), 0);
             for (const SingleCopy& e : placement.layer(0).singles) routed[e.only.slot] = p.tokens[e.expert];
             for (std::int32_t o = 0; o < choices.options(); ++o)
-                routed[choices.option(o).slot] = static_cast<std::int64_t>(branching.tokens()[o]);
+                routed[choices.option(o).slot] = static_cast<std::int64_t>(tokens[o]);
             check_served(p, routed);
             check(within(routed), "what fits is within the caps");
-            check(price.split || is_whole(p, routed), "what fits is whole where it must be");
+            check(split || is_whole(p, routed), "what fits is whole where it must be");
+        };
+        Branching branching(choices);
+        Completion completion(choices);
+        for (const std::int64_t nodes : {1, 4, 1000}) {
+            const Verdict verdict = branching.decide(left, price.split, nodes);
+            judge(verdict, branching.tokens(), price.split);
+            check(verdict != Verdict::unknown || nodes < 1000, "with nodes enough it is decided");
+            check(branching.nodes() <= nodes + 1, "no more nodes than allowed");
+            if (nodes == 1000) fits += verdict == Verdict::fits, refuted += verdict == Verdict::refuted;
+            const Verdict whole = completion.decide(left, price.split, nodes);
+            judge(whole, completion.tokens(), false);
+            check(price.split || whole != Verdict::unknown || nodes < 1000, "so it is of whole experts");
+            if (nodes == 1000 && price.split)
+                completed += whole == Verdict::fits, excluded += whole == Verdict::refuted;
         }
     }
-    check(fits > 500 && refuted > 500, "both verdicts occur");
+    check(fits > 500 && refuted > 500 && completed > 300 && excluded > 300, "both verdicts occur");
 }
 
 // Caps are what a target allows, and no more.

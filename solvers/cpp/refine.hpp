@@ -1,0 +1,155 @@
+// A routing made better by simulated annealing: for where no activation is to spare and tokens must
+// balance, so that chains of moves that gain (see Rebalance) come to an end early.
+//
+// What is annealed is the overflow, the GPUs' times above a target just below the best makespan so far,
+// summed. A step is a chain of random links, each of which moves an expert's tokens, or a part of them,
+// off a GPU to another of its options; the chain goes on from the GPU that was given to until it leaves no more
+// overflow than the temperature allows, and is undone after five links. The temperature falls to zero
+// over the work. Deterministic for a number and a count of work, in links.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstdint>
+#include <numeric>
+#include <vector>
+
+#include "choices.hpp"
+#include "rebalance.hpp"
+
+namespace eplb {
+
+// Of an objective that is `simple`.
+class Refinement {
+  public:
+    Refinement(const Choices& choices, const Pricing& pricing, std::uint64_t number)
+        : choices_(choices), split_(pricing.split()), random_(kSeed * (2 * number + 1)) {  // odd, so not 0
+        price_.bind(pricing);
+    }
+
+    // Starts from tokens by option that serve all, and ends with others that are not slower.
+    void improve(std::vector<double>& tokens, std::int64_t max_work) {
+        start(tokens);
+        std::int64_t work = 0;
+        while (work < max_work && anneal(makespan() * kLess, max_work - work, work)) tokens = tokens_;
+    }
+
+  private:
+    struct Link {
+        std::int32_t from, to;
+        double tokens;
+    };
+    static constexpr std::uint64_t kSeed = 0x9E3779B97F4A7C15;
+    static constexpr double kLess = 1 - 1e-9;
+    static constexpr double kHeat = 6e-3;  // of the target: what a chain may add at first, about
+    static constexpr int kMostLinks = 5, kTries = 8;
+
+    void start(const std::vector<double>& tokens) {
+        tokens_ = tokens;
+        sum_.resize(choices_.gpus()), over_.resize(choices_.gpus());
+        for (int g = 0; g < choices_.gpus(); ++g) {
+            sum_[g] = SimplePrice::sum(choices_.fixed(g));
+            for (const std::int32_t o : choices_.on(g)) sum_[g] += SimplePrice::change(0, tokens_[o]);
+        }
+    }
+    double makespan() const {
+        double most = 0;
+        for (int g = 0; g < choices_.gpus(); ++g) most = std::max(most, price_.time(g, sum_[g]));
+        return most;
+    }
+    // Whether the target is met.
+    bool anneal(double target, std::int64_t links, std::int64_t& work) {
+        price_.aim(target);
+        for (int g = 0; g < choices_.gpus(); ++g) over_[g] = price_.over(g, sum_[g]);
+        const double heat = kHeat * target / static_cast<double>(links);
+        for (const std::int64_t end = work + links; work < end;)
+            if (chain(heat * static_cast<double>(end - work) * exponential(), work) &&
+                std::accumulate(over_.begin(), over_.end(), 0.0) == 0)
+                return true;
+        return false;
+    }
+    // False and undone if every link leaves more overflow added than allowed.
+    bool chain(double allowed, std::int64_t& work) {
+        std::array<Link, kMostLinks> made;
+        double added = 0;
+        int gpu = some_gpu(), links = 0;
+        while (links < kMostLinks) {
+            ++work;
+            const Link link = some_link(gpu);
+            if (link.tokens == 0) break;
+            const int to = choices_.option(link.to).gpu;
+            added -= over_[gpu] + over_[to];
+            give(link.from, -link.tokens), give(link.to, link.tokens);
+            added += over_[gpu] + over_[to];
+            if (added <= allowed) return true;
+            made[links++] = link, gpu = to;
+        }
+        while (links-- > 0) give(made[links].to, -made[links].tokens), give(made[links].from, made[links].tokens);
+        return false;
+    }
+    // An overfull one mostly; between others links cost nothing and open ways.
+    int some_gpu() {
+        int g = random(choices_.gpus());
+        for (int i = 1; i < kTries && over_[g] == 0; ++i) g = random(choices_.gpus());
+        return g;
+    }
+    // Tokens of an expert on a GPU to another of its options; none if none are there.
+    Link some_link(int gpu) {
+        const auto on = choices_.on(gpu);
+        if (on.empty()) return {};
+        std::size_t i = random(static_cast<std::uint32_t>(on.size()));
+        for (std::size_t seen = 1; tokens_[on[i]] == 0 && seen < on.size(); ++seen) i = (i + 1) % on.size();
+        const std::int32_t from = on[i], first = choices_.first(choices_.option(from).expert);
+        const std::int32_t last = choices_.first(choices_.option(from).expert + 1);
+        std::int32_t to = first + static_cast<std::int32_t>(random(last - first - 1));
+        to += to >= from;
+        const double x = tokens_[from];
+        if (!split_ || x == 0 || random(4) == 0) return {from, to, x};
+        // A part goes where it fits or where tokens of the expert are already.
+        const int there = choices_.option(to).gpu;
+        const double fits = price_.room(there, sum_[there], tokens_[to], x);
+        const double part = price_.excess(gpu, sum_[gpu], x);
+        if (part > 0 && (fits > 0 || tokens_[to] > 0) && random(3) > 0) return {from, to, part};
+        return {from, to, fits > 0 ? fits : x};
+    }
+    void give(std::int32_t o, double amount) {
+        const int g = choices_.option(o).gpu;
+        sum_[g] += SimplePrice::change(tokens_[o], tokens_[o] + amount);
+        tokens_[o] += amount;
+        over_[g] = price_.over(g, sum_[g]);
+    }
+
+    int random(std::uint32_t below) {
+        random_ ^= random_ << 13, random_ ^= random_ >> 7, random_ ^= random_ << 17;
+        return static_cast<int>((random_ >> 32) * below >> 32);
+    }
+    // Of mean 3/2, and the same on every machine: between k and k + 1 with chance 2^-(k + 1).
+    double exponential() {
+        const int halvings = std::countr_zero(static_cast<std::uint32_t>(random(1u << 31)) | 1u << 30);
+        return halvings + random(1u << 20) * 0x1p-20;
+    }
+
+    const Choices& choices_;
+    SimplePrice price_;
+    bool split_;
+    std::uint64_t random_;
+    std::vector<double> tokens_, over_;
+    std::vector<SimplePrice::Sum> sum_;
+};
+
+// `routed` serves the tokens, and still does if nothing better is found. Another number draws other links.
+inline void refine(const Pricing& pricing, const Layer& layer, const std::int64_t* tokens, std::int64_t* routed,
+                   std::uint64_t number, std::int64_t max_work) {
+    Choices choices;
+    choices.read(layer, tokens, pricing);
+    if (choices.experts() == 0) return;
+    std::vector<double> served(choices.options());
+    for (std::int32_t o = 0; o < choices.options(); ++o)
+        served[o] = static_cast<double>(routed[choices.option(o).slot]);
+    Refinement(choices, pricing, number).improve(served, max_work);
+    for (std::int32_t o = 0; o < choices.options(); ++o)
+        routed[choices.option(o).slot] = static_cast<std::int64_t>(served[o]);
+}
+
+}  // namespace eplb
