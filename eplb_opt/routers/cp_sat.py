@@ -16,7 +16,7 @@ from eplb_opt.engines import EngineError, new_cp_sat, require, seconds_left
 from eplb_opt.objective import Curve, Objective, Piece
 from eplb_opt.placement import Placement
 from eplb_opt.routers.base import Solve, Traits
-from eplb_opt.routers.exact import Found, Program, judge
+from eplb_opt.routers.exact import NOTHING, Found, Program, judge
 from eplb_opt.routers.values import ROUNDING
 from eplb_opt.status import Proof
 
@@ -100,8 +100,35 @@ def solve(program: Program, start: NDArray[np.int64] | None, deadline: float) ->
     bound = grid.time(engine.best_objective_bound)
     if status == cp_model.UNKNOWN:
         return Found(None, bound)
+    return Found(_taken(program, stated, engine), bound)
+
+
+def fit(program: Program, deadline: float) -> Found:
+    """Find any answer within `Program.most`, or prove that there is none.
+
+    Easier than the smallest λ: of some problems CP-SAT proves in a second that no λ up to `most` is
+    possible, and does not raise the bound of λ halfway there in a minute.
+    """
+    from ortools.sat.python import cp_model
+
+    grid = _Grid.of(program)
+    least, most = _limits(program, grid)
+    if least > most:
+        return _nothing_within(program)
+    stated = _state(program, grid, most, most)
+    engine = new_cp_sat(seconds_left(deadline))
+    status = engine.solve(stated.model)
+    if status == cp_model.INFEASIBLE:
+        return _nothing_within(program)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return NOTHING
+    return Found(_taken(program, stated, engine), -math.inf)
+
+
+def _taken(program: Program, stated: _Stated, engine: cp_model.CpSolver) -> NDArray[np.int64]:
+    """Return the tokens by pair of an answer."""
     taken = np.array([engine.value(variable) for variable in stated.x or stated.y], np.int64)
-    return Found(taken if stated.x else taken * program.tokens[program.expert], bound)
+    return taken if stated.x else taken * program.tokens[program.expert]
 
 
 def _nothing_within(program: Program) -> Found:
@@ -294,28 +321,40 @@ def _sum(terms: Iterable[cp_model.LinearExpr]) -> cp_model.LinearExprT:
 
 
 def _serve(stated: _Stated, program: Program) -> None:
-    """Serve every token, and say how many replicas an expert needs if one does not hold it."""
-    fewest = program.fewest_replicas(program.room()).tolist()
-    for expert, tokens in enumerate(program.tokens.tolist()):
+    """Serve every token, and say how many replicas an expert needs and can have."""
+    fewest = program.fewest_replicas(program.room())
+    spare = program.spare(fewest)
+    for expert, (tokens, need) in enumerate(
+        zip(program.tokens.tolist(), fewest.tolist(), strict=True)
+    ):
         pairs = np.flatnonzero(program.expert == expert)
         if not program.objective.split:
             stated.model.add_exactly_one(stated.y[pair] for pair in pairs)
             continue
         stated.model.add(_sum(stated.x[pair] for pair in pairs) == tokens)
-        if stated.y and fewest[expert] > 1:
-            stated.model.add(_sum(stated.y[pair] for pair in pairs) >= fewest[expert])
+        if stated.y:
+            activated = _sum(stated.y[pair] for pair in pairs)
+            stated.model.add_linear_constraint(
+                activated, need, max(need, min(need + spare, len(pairs)))
+            )
+    if stated.y and program.objective.split:
+        # The sum over the rows of all GPUs; without it the linear relaxation is of little help.
+        stated.model.add(_sum(stated.y) <= int(fewest.sum()) + spare)
 
 
 def _time(stated: _Stated, program: Program, grid: _Grid) -> None:
     """Let λ be no less than the time of any GPU by any piece."""
     objective = program.objective
     room = program.activation_room().tolist()
+    spare = program.spare(program.fewest_replicas(program.room()))
     fixed = [counts.tolist() for counts in program.fixed_counts()]
     for gpu in program.busy.tolist():
         pairs = np.flatnonzero(program.gpu == gpu).tolist()
         slow = written(program.slowness.tolist()[gpu])
         if stated.y and not objective.counts_activations and room[gpu] < len(pairs):
             stated.model.add(_sum(stated.y[pair] for pair in pairs) <= room[gpu])
+        if stated.y and room[gpu] > spare:
+            stated.model.add(_sum(stated.y[pair] for pair in pairs) >= room[gpu] - spare)
         for piece in objective.linear:
             time = slow * _linear(piece, *(counts[gpu] for counts in fixed))
             terms = [_piece_terms(stated, program, piece, pair, slow, grid) for pair in pairs]

@@ -20,7 +20,8 @@ the engines:
 - Experts with one pair have no choice: they are constants of their GPU.
 - M[e,g] is the fewest of T[e] and of the tokens for which the GPU has room if it is not to end
   after a makespan in hand (`Program.room`). An expert that no one replica has room for needs
-  several, and is told how many (`Program.fewest_replicas`).
+  several, and is told how many (`Program.fewest_replicas`). What GPUs can activate beyond these is
+  to spare, for all experts together (`Program.spare`).
 - GPUs with the same open experts, the same constants and the same slowness may be renamed among
   each other: in each such class the first takes the most (`Program.twins`).
 
@@ -334,6 +335,10 @@ class Program:
         if self.most_activated is not None:
             np.minimum(room, self.most_activated - self.fixed_counts().activated, out=room)
         return np.asarray(np.floor(np.maximum(room, 0)), np.int64)
+
+    def spare(self, fewest: Int64) -> int:
+        """Return the activations that GPUs have room for beyond the fewest replicas of experts."""
+        return int(self.activation_room()[self.busy].sum() - fewest.sum())
 
     def _rest(self, piece: Piece) -> Float64:
         """Return float64 ``[gpus]``: the time that the fixed experts leave by a piece."""
