@@ -13,8 +13,8 @@ from eplb_opt.errors import EplbError
 from eplb_opt.objective import Curve, Objective, Piece
 from eplb_opt.placement import Placement
 from eplb_opt.placing import solve_placement
-from eplb_opt.routers import highs, optimal, resolve_method
-from eplb_opt.routers.exact import Found, Program
+from eplb_opt.routers import cp_sat, highs, optimal, resolve_method
+from eplb_opt.routers.exact import Found, Program, pairs_of
 from eplb_opt.routers.flow import Flow
 from eplb_opt.routers.makespan import Makespan
 from eplb_opt.routers.matching import Matching
@@ -73,8 +73,9 @@ def flip(seed: int) -> Problem:
 
 @pytest.fixture
 def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave the work to the engines: the search proves ever more, and here it is not tested."""
-    monkeypatch.setattr(optimal, "WORK", 0)
+    """Leave the work to the engines: the core proves ever more, and here it is not tested."""
+    for budget in ("WORK", "TURNS", "NODES"):
+        monkeypatch.setattr(optimal, budget, 0)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -176,11 +177,63 @@ def test_bad_seconds() -> None:
 @pytest.mark.usefixtures("no_search")
 def test_a_bound_says_no_more_than_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine asked for less than the makespan in hand proves at most that this is the least."""
+    monkeypatch.setitem(sys.modules, "ortools", None)
     monkeypatch.setattr(highs, "solve", lambda *_: Found(None, 1e9))
     problem = flip(OPEN)
     routing = solve(problem, V3)
     assert routing.bound == routing.makespan
     assert routing.proved_by == Proof.HIGHS
+
+
+def test_an_answer_refutes_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one engine proves wrongly is forgotten when another finds a better answer."""
+    drawn, tiles = small(13), OBJECTIVES["tiles"]
+    problem = Problem(drawn.placement, 5 * drawn.tokens[0])
+    monkeypatch.setattr(optimal, "WORK", 0)
+    smallest = solve(problem, tiles).makespan
+    searched = solve(problem, tiles, method=Makespan(work=0))
+    assert smallest < searched.makespan
+    wrong = Found(None, float(searched.makespan) - 1)
+    monkeypatch.setattr(cp_sat, "solve", lambda *_: wrong)
+    routing = solve(problem, tiles)
+    assert routing.makespan == routing.bound == smallest
+    assert routing.proved_by == Proof.HIGHS
+
+
+@pytest.mark.parametrize("slowness", [None, (1, 1.5, 1, 2)])
+def test_fitting_agrees_with_trying_everything(slowness: tuple[float, ...] | None) -> None:
+    """A target is met, or refuted, as the smallest makespan of all routings says."""
+    objective = Objective(pieces=(Piece(activation=4), Piece(token=1)), slowness=slowness)
+    met = 0
+    for seed in range(6):
+        problem = small(seed)
+        pairs = pairs_of(problem.placement, objective)[0]
+        program = Program.of(problem.placement, pairs, problem.tokens[0], objective)
+        smallest = optimal_makespan(problem.placement, problem.tokens[0], objective)
+        for target in range(math.ceil(program.counted_bound()), 20):
+            found = cp_sat.fit(optimal._within(program, target), math.inf)
+            assert (found.taken is not None) == (target >= smallest)
+            if found.taken is not None:
+                assert program.makespan(program.rounded(found.taken)) <= target
+                met += 1
+    assert 20 < met < 80
+
+
+def test_without_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no activation to spare the core finds whole experts that balance, and proves it."""
+    monkeypatch.setattr(optimal, "WORK", 0)
+    for package in ("highspy", "ortools"):
+        monkeypatch.setitem(sys.modules, package, None)
+    objective = Objective(pieces=(Piece(activation=75), Piece(token=1)))
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        slots = np.concatenate([np.arange(24), rng.permutation(24)[:12]])
+        problem = Problem(Placement(rng.permutation(slots).reshape(4, 9)), rng.integers(50, 99, 24))
+        searched = solve(problem, objective, method=Makespan(work=0))
+        routing = solve(problem, objective)
+        check_routing(problem.placement, problem.tokens, routing)
+        assert searched.bound < routing.bound == routing.makespan < searched.makespan
+        assert routing.proved_by == Proof.BRANCHING
 
 
 @pytest.mark.usefixtures("no_search")
@@ -190,8 +243,8 @@ def test_a_wrong_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(program: Program, *_: object) -> Found:
         return Found(np.zeros(len(program.gpu)), 0.0)
 
-    monkeypatch.setattr(highs, "solve", wrong)
-    with pytest.raises(EplbError, match=r"^highs, problem \(\): its answer serves 0 of the"):
+    monkeypatch.setattr(cp_sat, "fit", wrong)
+    with pytest.raises(EplbError, match=r"^cp-sat, problem \(\): its answer serves 0 of the"):
         solve(flip(OPEN), V3)
 
 
