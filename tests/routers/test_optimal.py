@@ -225,7 +225,7 @@ def test_without_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("highspy", "ortools"):
         monkeypatch.setitem(sys.modules, package, None)
     objective = Objective(pieces=(Piece(activation=75), Piece(token=1)))
-    for seed in range(3):
+    for seed in range(2):
         rng = np.random.default_rng(seed)
         slots = np.concatenate([np.arange(24), rng.permutation(24)[:12]])
         problem = Problem(Placement(rng.permutation(slots).reshape(4, 9)), rng.integers(50, 99, 24))
@@ -243,8 +243,8 @@ def test_a_wrong_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(program: Program, *_: object) -> Found:
         return Found(np.zeros(len(program.gpu)), 0.0)
 
-    monkeypatch.setattr(cp_sat, "fit", wrong)
-    with pytest.raises(EplbError, match=r"^cp-sat, problem \(\): its answer serves 0 of the"):
+    monkeypatch.setattr(highs, "solve", wrong)
+    with pytest.raises(EplbError, match=r"^highs, problem \(\): its answer serves 0 of the"):
         solve(flip(OPEN), V3)
 
 
