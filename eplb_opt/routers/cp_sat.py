@@ -117,11 +117,11 @@ def fit(program: Program, deadline: float) -> Found:
     if least > most:
         return _nothing_within(program)
     stated = _state(program, grid, most, most)
+    engine = new_cp_sat(seconds_left(deadline))
+    engine.parameters.stop_after_first_solution = True
     if program.objective.split and stated.y:
         stated.model.minimize(_sum(stated.y))
-    engine = new_cp_sat(seconds_left(deadline))
-    engine.parameters.linearization_level = 2
-    engine.parameters.stop_after_first_solution = True
+        engine.parameters.linearization_level = 2
     status = engine.solve(stated.model)
     if status == cp_model.INFEASIBLE:
         return _nothing_within(program)

@@ -44,8 +44,8 @@ WORK = 20_000
 TURNS, TURN = 8, 1_000_000
 """Times that an answer is annealed, and links each time: some 100 ms."""
 
-NODES = 1_000_000
-"""Of the filling of GPU after GPU, for a target: some 100 ms."""
+NODES, NODES_A_SECOND = 10_000_000, 5e6
+"""Of the filling of GPU after GPU, for a target, and what it may count on."""
 
 CLOSE = 5e-5
 """Of the makespan: nearer targets are not tried where one below them was passed over."""
@@ -234,7 +234,7 @@ def _attempts(program: Program, core: _Core) -> Iterator[_Attempt]:
         if objective.slowness is None and len(objective.pieces) <= 2:
             yield _Attempt(1 / 4, Proof.NONE, partial(_refined, program, core))
             fill = partial(_filled, program, core)
-            yield _Attempt(1 / 8, Proof.BRANCHING, partial(_bisected, program, fill))
+            yield _Attempt(1 / 5, Proof.BRANCHING, partial(_bisected, program, fill))
         shares: tuple[float, ...] = (1 / 8, 2 / 3, 1 / 4, 1.0)
         engines = [
             (Proof.HIGHS, partial(_asked, program, _fewest_tokens, highs.solve), "highspy"),
@@ -291,7 +291,8 @@ def _bisected(program: Program, fit: Fit, proof: Proof, known: _Known, until: fl
 def _filled(program: Program, core: _Core, known: _Known, target: float, until: float) -> Found:
     """Fill GPU after GPU with whole experts."""
     routed = program.routed(known.taken).reshape(-1)
-    fits = _core.fit_whole_experts(*core[:3], routed, core.pricing, target, NODES)
+    nodes = int(min(NODES, seconds_left(until) * NODES_A_SECOND))
+    fits = _core.fit_whole_experts(*core[:3], routed, core.pricing, target, nodes)
     if fits:
         return Found(routed[program.slot], -math.inf)
     return NOTHING if fits is None else Found(None, math.nextafter(target, math.inf))
