@@ -44,7 +44,7 @@ WORK = 20_000
 TURNS, TURN = 8, 1_000_000
 """Times that an answer is annealed, and links each time: some 100 ms."""
 
-NODES, NODES_A_SECOND = 10_000_000, 5e6
+NODES, NODES_A_SECOND = 10_000_000, 1e7
 """Of the filling of GPU after GPU, for a target, and what it may count on."""
 
 CLOSE = 5e-5
@@ -234,7 +234,7 @@ def _attempts(program: Program, core: _Core) -> Iterator[_Attempt]:
         if objective.slowness is None and len(objective.pieces) <= 2:
             yield _Attempt(1 / 4, Proof.NONE, partial(_refined, program, core))
             fill = partial(_filled, program, core)
-            yield _Attempt(1 / 5, Proof.BRANCHING, partial(_bisected, program, fill))
+            yield _Attempt(1 / 4, Proof.BRANCHING, partial(_bisected, program, fill))
         shares: tuple[float, ...] = (1 / 8, 2 / 3, 1 / 4, 1.0)
         engines = [
             (Proof.HIGHS, partial(_asked, program, _fewest_tokens, highs.solve), "highspy"),
