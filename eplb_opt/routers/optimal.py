@@ -38,8 +38,8 @@ from eplb_opt.status import Proof, Status
 if TYPE_CHECKING:
     from eplb_opt.routing import Routing
 
-WORK = 20_000
-"""Of the search; wide gaps get up to 25 times as much."""
+WORK = 100_000
+"""Of the search."""
 
 TURNS, TURN = 8, 1_000_000
 """Times that an answer is annealed, and links each time: some 100 ms."""

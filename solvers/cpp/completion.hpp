@@ -159,7 +159,8 @@ class Completion {
 inline Verdict fit_whole(const Pricing& pricing, const Layer& layer, const std::int64_t* tokens,
                          std::int64_t* routed, double target, std::int64_t max_nodes) {
     Choices choices;
-    choices.read(layer, tokens, pricing);
+    choices.fix(layer, tokens, pricing);
+    choices.read(layer, tokens);
     std::vector<Caps> left;
     for (int g = 0; g < layer.gpus; ++g) {
         const Caps caps = pricing.caps(g, target);

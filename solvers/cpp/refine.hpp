@@ -12,7 +12,6 @@
 #include <array>
 #include <bit>
 #include <cstdint>
-#include <numeric>
 #include <vector>
 
 #include "choices.hpp"
@@ -47,26 +46,31 @@ class Refinement {
 
     void start(const std::vector<double>& tokens) {
         tokens_ = tokens;
-        sum_.resize(choices_.gpus()), over_.resize(choices_.gpus());
+        gpus_.resize(choices_.gpus());
         for (int g = 0; g < choices_.gpus(); ++g) {
-            sum_[g] = SimplePrice::sum(choices_.fixed(g));
-            for (const std::int32_t o : choices_.on(g)) sum_[g] += SimplePrice::change(0, tokens_[o]);
+            SimplePrice::set(gpus_[g], choices_.fixed(g));
+            for (const std::int32_t o : choices_.on(g)) SimplePrice::change(gpus_[g], 0, tokens_[o]);
         }
+        aim(0);
+    }
+    void aim(double target) {
+        price_.aim(target);
+        for (int g = 0; g < choices_.gpus(); ++g) price_.settle(g, gpus_[g]);
     }
     double makespan() const {
         double most = 0;
-        for (int g = 0; g < choices_.gpus(); ++g) most = std::max(most, price_.time(g, sum_[g]));
+        for (const SimplePrice::Gpu& gpu : gpus_) most = std::max(most, gpu.time);
         return most;
+    }
+    bool met() const {
+        return std::all_of(gpus_.begin(), gpus_.end(), [](const SimplePrice::Gpu& gpu) { return gpu.over == 0; });
     }
     // Whether the target is met.
     bool anneal(double target, std::int64_t links, std::int64_t& work) {
-        price_.aim(target);
-        for (int g = 0; g < choices_.gpus(); ++g) over_[g] = price_.over(g, sum_[g]);
+        aim(target);
         const double heat = kHeat * target / static_cast<double>(links);
         for (const std::int64_t end = work + links; work < end;)
-            if (chain(heat * static_cast<double>(end - work) * exponential(), work) &&
-                std::accumulate(over_.begin(), over_.end(), 0.0) == 0)
-                return true;
+            if (chain(heat * static_cast<double>(end - work) * exponential(), work) && met()) return true;
         return false;
     }
     // False and undone if every link leaves more overflow added than allowed.
@@ -79,9 +83,9 @@ class Refinement {
             const Link link = some_link(gpu);
             if (link.tokens == 0) break;
             const int to = choices_.option(link.to).gpu;
-            added -= over_[gpu] + over_[to];
+            added -= gpus_[gpu].over + gpus_[to].over;
             give(link.from, -link.tokens), give(link.to, link.tokens);
-            added += over_[gpu] + over_[to];
+            added += gpus_[gpu].over + gpus_[to].over;
             if (added <= allowed) return true;
             made[links++] = link, gpu = to;
         }
@@ -91,7 +95,7 @@ class Refinement {
     // An overfull one mostly; between others links cost nothing and open ways.
     int some_gpu() {
         int g = random(choices_.gpus());
-        for (int i = 1; i < kTries && over_[g] == 0; ++i) g = random(choices_.gpus());
+        for (int i = 1; i < kTries && gpus_[g].over == 0; ++i) g = random(choices_.gpus());
         return g;
     }
     // Tokens of an expert on a GPU to another of its options; none if none are there.
@@ -108,16 +112,16 @@ class Refinement {
         if (!split_ || x == 0 || random(4) == 0) return {from, to, x};
         // A part goes where it fits or where tokens of the expert are already.
         const int there = choices_.option(to).gpu;
-        const double fits = price_.room(there, sum_[there], tokens_[to], x);
-        const double part = price_.excess(gpu, sum_[gpu], x);
+        const double fits = price_.room(there, gpus_[there], tokens_[to], x);
+        const double part = price_.excess(gpu, gpus_[gpu], x);
         if (part > 0 && (fits > 0 || tokens_[to] > 0) && random(3) > 0) return {from, to, part};
         return {from, to, fits > 0 ? fits : x};
     }
     void give(std::int32_t o, double amount) {
         const int g = choices_.option(o).gpu;
-        sum_[g] += SimplePrice::change(tokens_[o], tokens_[o] + amount);
+        SimplePrice::change(gpus_[g], tokens_[o], tokens_[o] + amount);
         tokens_[o] += amount;
-        over_[g] = price_.over(g, sum_[g]);
+        price_.settle(g, gpus_[g]);
     }
 
     int random(std::uint32_t below) {
@@ -134,15 +138,16 @@ class Refinement {
     SimplePrice price_;
     bool split_;
     std::uint64_t random_;
-    std::vector<double> tokens_, over_;
-    std::vector<SimplePrice::Sum> sum_;
+    std::vector<double> tokens_;
+    std::vector<SimplePrice::Gpu> gpus_;
 };
 
 // `routed` serves the tokens, and still does if nothing better is found. Another number draws other links.
 inline void refine(const Pricing& pricing, const Layer& layer, const std::int64_t* tokens, std::int64_t* routed,
                    std::uint64_t number, std::int64_t max_work) {
     Choices choices;
-    choices.read(layer, tokens, pricing);
+    choices.fix(layer, tokens, pricing);
+    choices.read(layer, tokens);
     if (choices.experts() == 0) return;
     std::vector<double> served(choices.options());
     for (std::int32_t o = 0; o < choices.options(); ++o)
