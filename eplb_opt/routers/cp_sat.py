@@ -267,7 +267,9 @@ def _state(program: Program, grid: _Grid, least: int, most: int) -> _Stated:
     from ortools.sat.python import cp_model
 
     model = cp_model.CpModel()
-    objective, room = program.objective, program.room().tolist()
+    objective, rooms = program.objective, program.room()
+    room, fewest = rooms.tolist(), program.fewest_replicas(rooms)
+    spare = program.spare(fewest)
     makespan = model.new_int_var(least, most, "makespan")
     model.minimize(makespan)
 
@@ -280,10 +282,10 @@ def _state(program: Program, grid: _Grid, least: int, most: int) -> _Stated:
             stretches = [_stretches(curve, most) for most in room]
             stated.parts.append([_part(model, *at) for at in zip(stated.x, stretches, strict=True)])
     else:
-        for pair in np.flatnonzero(program.room() < program.whole_counts().tokens):
+        for pair in np.flatnonzero(rooms < program.whole_counts().tokens):
             model.add(y[pair] == 0)
-    _serve(stated, program)
-    _time(stated, program, grid)
+    _serve(stated, program, fewest, spare)
+    _time(stated, program, grid, spare)
     _order(stated, program)
     return stated
 
@@ -325,10 +327,8 @@ def _sum(terms: Iterable[cp_model.LinearExpr]) -> cp_model.LinearExprT:
     return cp_model.LinearExpr.sum(list(terms))
 
 
-def _serve(stated: _Stated, program: Program) -> None:
+def _serve(stated: _Stated, program: Program, fewest: NDArray[np.int64], spare: int) -> None:
     """Serve every token, and say how many replicas an expert needs and can have."""
-    fewest = program.fewest_replicas(program.room())
-    spare = program.spare(fewest)
     for expert, (tokens, need) in enumerate(
         zip(program.tokens.tolist(), fewest.tolist(), strict=True)
     ):
@@ -347,11 +347,10 @@ def _serve(stated: _Stated, program: Program) -> None:
         stated.model.add(_sum(stated.y) <= int(fewest.sum()) + spare)
 
 
-def _time(stated: _Stated, program: Program, grid: _Grid) -> None:
+def _time(stated: _Stated, program: Program, grid: _Grid, spare: int) -> None:
     """Let λ be no less than the time of any GPU by any piece."""
     objective = program.objective
     room = program.activation_room().tolist()
-    spare = program.spare(program.fewest_replicas(program.room()))
     fixed = [counts.tolist() for counts in program.fixed_counts()]
     for gpu in program.busy.tolist():
         pairs = np.flatnonzero(program.gpu == gpu).tolist()

@@ -202,16 +202,17 @@ class Branching {
         const std::int32_t first = choices_.first(e), last = choices_.first(e + 1);
         // Two options that each have room for all: nothing follows, unless replicas are few.
         room_of_.resize(choices_.options());
-        int roomy = 0, serves = 0;
+        int roomy = 0;
+        bool serves = false;
         double promised = 0;
         for (std::int32_t o = first; o < last; ++o) {
             room_of_[o] = room(node, o, demand);
             roomy += room_of_[o] == demand;
-            serves += node.state[o] == kServes;
+            serves |= node.state[o] == kServes;
             promised += node.promised[o];
         }
         if (promised > demand) return false;
-        if (roomy >= 2 && serves == 0 && (roomy == last - first || (split_ && spare >= 1))) {
+        if (roomy >= 2 && !serves && (roomy == last - first || (split_ && spare >= 1))) {
             node.need[e] = 1;
             return true;
         }
@@ -227,7 +228,7 @@ class Branching {
         int need = 0;
         for (double left = demand - held; left > 0; left -= rooms_[need++])
             if (need == free) return false;
-        if (!split_ && need + (serves > 0) > 1) return false;
+        if (!split_ && need + serves > 1) return false;
         node.need[e] = need;
         int most = spare < free - need ? need + static_cast<int>(spare) : free;
         if (!split_) most = serves ? 0 : 1;

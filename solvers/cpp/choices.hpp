@@ -72,6 +72,11 @@ class Choices {
         return std::span(by_gpu_).subspan(begin, end_[gpu] - begin);
     }
     const Load& fixed(int gpu) const { return fixed_[gpu]; }
+    // Tokens by option to where they are routed, by slot.
+    void write(const std::vector<double>& tokens, std::int64_t* routed) const {
+        for (std::int32_t o = 0; o < options(); ++o)
+            routed[options_[o].slot] = static_cast<std::int64_t>(tokens[o]);
+    }
 
   private:
     std::vector<Option> options_;

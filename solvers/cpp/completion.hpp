@@ -169,9 +169,7 @@ inline Verdict fit_whole(const Pricing& pricing, const Layer& layer, const std::
     Completion completion(choices);
     const Verdict verdict = completion.decide(left, pricing.split(), max_nodes);
     if (verdict != Verdict::fits) return verdict;
-    const std::vector<double> served = completion.tokens();
-    for (std::int32_t o = 0; o < choices.options(); ++o)
-        routed[choices.option(o).slot] = static_cast<std::int64_t>(served[o]);
+    choices.write(completion.tokens(), routed);
     return verdict;
 }
 

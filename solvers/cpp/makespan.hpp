@@ -19,7 +19,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <numeric>
 #include <vector>
 
 #include "branching.hpp"
@@ -64,9 +63,8 @@ class Makespan {
             any_.bind(pricing);
             run(any_, max_work);
         }
-        if (pricing.curved())
-            makespan_ = pricing_->slowest(
-                routed, layer_->slots_per_gpu);  // anew: sums that a search kept may have drifted
+        // Anew: sums that a search kept may have drifted.
+        if (pricing.curved()) makespan_ = pricing.slowest(routed, layer.slots_per_gpu);
         return Outcome::ok;
     }
 
@@ -76,7 +74,6 @@ class Makespan {
     bool in_certificate(int gpu) const { return certificate_.contains(gpu); }
 
   private:
-    static constexpr std::uint64_t kSeed = 0x9E3779B97F4A7C15;
     static constexpr std::int64_t kOptionWork = 2, kStartLinks = 50, kFirstLinks = 1300;
     static constexpr std::int64_t kFirstWork = 1300, kMoreWork = 50, kMuchWork = 65'000;
     static constexpr double kClose = 3e-2;  // of the makespan: nearer targets are not tried in the first round
@@ -96,7 +93,7 @@ class Makespan {
                 most = std::max(max_work, wide() ? std::min(kMoreWork * max_work, kMuchWork) : 0);
             return most - done;
         };
-        search.seed(kSeed);
+        search.seed();
         if (!met() && left() > 0) {
             search.lower(bound_, kStartLinks);
             record(search);
@@ -221,8 +218,7 @@ class Makespan {
         const double makespan = search.makespan();
         if (makespan >= makespan_) return;
         makespan_ = makespan;
-        for (std::int32_t o = 0; o < choices_.options(); ++o)
-            routed_[choices_.option(o).slot] = static_cast<std::int64_t>(search.tokens()[o]);
+        choices_.write(search.tokens(), routed_);
     }
 
     const Pricing* pricing_ = nullptr;

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "choices.hpp"
+#include "xorshift.hpp"
 
 namespace eplb {
 
@@ -212,7 +213,7 @@ class Rebalance {
         }
         return makespan() <= target_;
     }
-    void seed(std::uint64_t state) { random_ = state; }
+    void seed() { random_ = Xorshift(); }
 
     double makespan() const { return gpus_[slowest()].time; }
     const std::vector<double>& tokens() const { return tokens_; }
@@ -257,15 +258,12 @@ class Rebalance {
             return overflow;
         }
     }
-    std::uint32_t random(std::uint32_t below) {
-        random_ ^= random_ << 13, random_ ^= random_ >> 7, random_ ^= random_ << 17;
-        return static_cast<std::uint32_t>((random_ >> 32) * below >> 32);
-    }
     void kick() {
         ++work_;
-        const int e = random(choices_.experts());
+        const int e = static_cast<int>(random_.below(choices_.experts()));
         const std::int32_t first = choices_.first(e), count = choices_.first(e + 1) - first;
-        std::int32_t from = first + random(count), to = first + random(count - 1);
+        std::int32_t from = first + static_cast<std::int32_t>(random_.below(count)),
+                     to = first + static_cast<std::int32_t>(random_.below(count - 1));
         to += to >= from;
         const double x = tokens_[from];
         if (x > 0) give(from, -x), give(to, x);
@@ -369,7 +367,7 @@ class Rebalance {
     std::vector<std::uint64_t> rest_;  // tokens left over and their expert, in one word to sort
     std::vector<Gpu> gpus_, kept_gpus_;
     std::vector<std::int32_t> active_;  // options of a chain's GPUs, by links that are left
-    std::uint64_t random_ = 1;
+    Xorshift random_;
 };
 
 }  // namespace eplb

@@ -16,6 +16,7 @@
 
 #include "choices.hpp"
 #include "rebalance.hpp"
+#include "xorshift.hpp"
 
 namespace eplb {
 
@@ -23,7 +24,9 @@ namespace eplb {
 class Refinement {
   public:
     Refinement(const Choices& choices, const Pricing& pricing, std::uint64_t number)
-        : choices_(choices), split_(pricing.split()), random_(kSeed * (2 * number + 1)) {  // odd, so not 0
+        : choices_(choices),
+          split_(pricing.split()),
+          random_(Xorshift::kSeed * (2 * number + 1)) {  // odd, so not 0
         price_.bind(pricing);
     }
 
@@ -39,7 +42,6 @@ class Refinement {
         std::int32_t from, to;
         double tokens;
     };
-    static constexpr std::uint64_t kSeed = 0x9E3779B97F4A7C15;
     static constexpr double kLess = 1 - 1e-9;
     static constexpr double kHeat = 6e-3;  // of the target: what a chain may add at first, about
     static constexpr int kMostLinks = 5, kTries = 8;
@@ -124,10 +126,7 @@ class Refinement {
         price_.settle(g, gpus_[g]);
     }
 
-    int random(std::uint32_t below) {
-        random_ ^= random_ << 13, random_ ^= random_ >> 7, random_ ^= random_ << 17;
-        return static_cast<int>((random_ >> 32) * below >> 32);
-    }
+    int random(std::uint32_t limit) { return static_cast<int>(random_.below(limit)); }
     // Of mean 3/2, and the same on every machine: between k and k + 1 with chance 2^-(k + 1).
     double exponential() {
         const int halvings = std::countr_zero(static_cast<std::uint32_t>(random(1u << 31)) | 1u << 30);
@@ -137,7 +136,7 @@ class Refinement {
     const Choices& choices_;
     SimplePrice price_;
     bool split_;
-    std::uint64_t random_;
+    Xorshift random_;
     std::vector<double> tokens_;
     std::vector<SimplePrice::Gpu> gpus_;
 };
@@ -153,8 +152,7 @@ inline void refine(const Pricing& pricing, const Layer& layer, const std::int64_
     for (std::int32_t o = 0; o < choices.options(); ++o)
         served[o] = static_cast<double>(routed[choices.option(o).slot]);
     Refinement(choices, pricing, number).improve(served, max_work);
-    for (std::int32_t o = 0; o < choices.options(); ++o)
-        routed[choices.option(o).slot] = static_cast<std::int64_t>(served[o]);
+    choices.write(served, routed);
 }
 
 }  // namespace eplb
