@@ -26,14 +26,17 @@
 #include <deque>
 #include <functional>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 #include "choices.hpp"
+#include "gpu_set.hpp"
 
 namespace eplb {
 
 enum class Verdict { refuted, fits, unknown };
 
+template <int W>
 class Branching {
   public:
     explicit Branching(const Choices& choices) : choices_(choices) {}
@@ -48,9 +51,17 @@ class Branching {
         root.state.assign(choices_.options(), kFree);
         root.promised.assign(choices_.options(), 0.0);
         root.need.assign(choices_.experts(), 0);
-        root.stale.assign(choices_.gpus(), 1);
+        root.free.resize(choices_.gpus());
+        for (int g = 0; g < choices_.gpus(); ++g) {
+            root.free[g] = static_cast<int>(choices_.on(g).size());
+            root.stale.insert(g);
+        }
         root.spare = kInf;
         tokens_.assign(choices_.options(), 0.0);
+        open_.resize(choices_.options()), room_of_.resize(choices_.options());
+        room_.resize(choices_.gpus()), came_by_.resize(choices_.gpus()), moved_.resize(choices_.gpus());
+        holders_.resize(choices_.experts()), least_taken_.resize(choices_.experts());
+        for (int e = 0; e < choices_.experts(); ++e) holders_[e] = gpus_of(e, [](std::int32_t) { return true; });
         return visit(0);
     }
     const std::vector<double>& tokens() const { return tokens_; }
@@ -64,8 +75,9 @@ class Branching {
         std::vector<Caps> left;  // of each GPU, beside what serves and is promised
         std::vector<State> state;
         std::vector<double> promised;
-        std::vector<int> need;    // of each expert, beside what serves
-        std::vector<char> stale;  // GPUs with changes that their experts have not seen
+        std::vector<int> need;  // of each expert, beside what serves
+        std::vector<int> free;  // options of each GPU
+        GpuSet<W> stale;        // GPUs with changes that their experts have not seen
         double spare;
     };
 
@@ -74,7 +86,6 @@ class Branching {
         if (stack_.size() < depth + 2) stack_.resize(depth + 2);  // a deque: references stay
         Node& node = stack_[depth];
         if (!tighten(node)) return Verdict::refuted;
-        open_.resize(choices_.options());
         for (std::int32_t o = 0; o < choices_.options(); ++o) open_[o] = node.state[o] != kClosed;
         cut_rooms(node);
         if (!flow(node)) return Verdict::refuted;
@@ -93,7 +104,7 @@ class Branching {
             child = node;
             child.state[branch] = choice;
             const int gpu = choices_.option(branch).gpu;
-            child.stale[gpu] = 1;
+            --child.free[gpu], child.stale.insert(gpu);
             if (choice == kServes) {
                 Caps& left = child.left[gpu];
                 left.activated -= 1, left.tokens -= 1;
@@ -111,53 +122,54 @@ class Branching {
         if (node.state[o] == kClosed) return 0;
         return std::min(demand, node.left[choices_.option(o).gpu].tokens + node.promised[o]);
     }
-    void close(Node& node, int gpu) const {
+    template <class Is>
+    GpuSet<W> gpus_of(int e, Is&& is) const {
+        GpuSet<W> gpus;
+        for (std::int32_t o = choices_.first(e); o < choices_.first(e + 1); ++o)
+            gpus.insert_if(choices_.option(o).gpu, is(o));
+        return gpus;
+    }
+    void close(Node& node, std::int32_t o) const {
+        const int g = choices_.option(o).gpu;
+        node.state[o] = kClosed, --node.free[g], node.stale.insert(g);
+    }
+    void close_all(Node& node, int gpu) const {
+        if (node.free[gpu] == 0) return;
         for (const std::int32_t o : choices_.on(gpu))
-            if (node.state[o] == kFree) node.state[o] = kClosed, node.stale[gpu] = 1;
+            if (node.state[o] == kFree) close(node, o);
     }
 
     // Step 1; false if it refutes the node.
     bool tighten(Node& node) {
         for (int g = 0; g < choices_.gpus(); ++g) {
             if (node.left[g].activated < 0 || node.left[g].tokens < 0) return false;
-            if (node.left[g].activated == 0) close(node, g);
+            if (node.left[g].activated == 0) close_all(node, g);
         }
         for (bool again = true; again;) {
             // Two GPUs may raise each other's promises by a token a lap: what laps leave, the flow refutes.
-            for (int lap = 0;
-                 lap < kMostLaps && std::find(node.stale.begin(), node.stale.end(), 1) != node.stale.end();
-                 ++lap) {
-                seen_ = node.stale;
-                std::fill(node.stale.begin(), node.stale.end(), 0);
+            for (int lap = 0; lap < kMostLaps && !node.stale.empty(); ++lap) {
+                const GpuSet<W> changes = std::exchange(node.stale, {});
                 for (int e = 0; e < choices_.experts(); ++e)
-                    if (concerns(node, e))
+                    if (!(holders_[e] & (changes | node.stale)).empty())
                         for (bool changed = true; changed;) {
                             changed = false;
                             if (!tighten(node, e, changed)) return false;
                         }
             }
             double spare = 0;
-            for (int g = 0; g < choices_.gpus(); ++g) {
-                double free = 0;
-                for (const std::int32_t o : choices_.on(g)) free += node.state[o] == kFree;
-                spare += std::min(free, node.left[g].activated);
-            }
+            for (int g = 0; g < choices_.gpus(); ++g)
+                spare += std::min<double>(node.free[g], node.left[g].activated);
             for (const int need : node.need) spare -= need;
             if (spare < 0) return false;
             again = false;
             if (spare < node.spare) {
                 again = spare < choices_.most_copies();
                 node.spare = spare;
-                if (again) std::fill(node.stale.begin(), node.stale.end(), 1);
+                for (int g = 0; again && g < choices_.gpus(); ++g) node.stale.insert(g);
             }
             if (!close_too_large(node, again)) return false;
         }
         return true;
-    }
-    bool concerns(const Node& node, int e) const {
-        for (std::int32_t o = choices_.first(e); o < choices_.first(e + 1); ++o)
-            if (const int g = choices_.option(o).gpu; seen_[g] || node.stale[g]) return true;
-        return false;
     }
     // With a spare of s activations a GPU opens all but s of the options that it has room for, and all
     // but s experts in all are served by no more replicas than they need. Together: of the options that
@@ -166,7 +178,8 @@ class Branching {
     // beside one more of them, since a part uses up one of s. False if not even the smallest have room.
     bool close_too_large(Node& node, bool& closed) {
         const double spare = node.spare;
-        least_taken_.resize(choices_.experts());
+        if (std::all_of(node.left.begin(), node.left.end(), [&](const Caps& c) { return c.activated <= spare; }))
+            return true;
         for (int e = 0; e < choices_.experts(); ++e) least_taken_[e] = least_taken(node, e);
         const auto least = [&](std::int32_t o) { return least_taken_[choices_.option(o).expert]; };
         for (int g = 0; g < choices_.gpus(); ++g) {
@@ -185,7 +198,7 @@ class Branching {
             if (spare > 0 && others + largest + 1 <= room) continue;
             for (const std::int32_t o : choices_.on(g))
                 if (node.state[o] == kFree && least(o) > largest && others + least(o) > room)
-                    node.state[o] = kClosed, node.stale[g] = 1, closed = true;
+                    close(node, o), closed = true;
         }
         return true;
     }
@@ -201,7 +214,6 @@ class Branching {
         const double demand = choices_.demand(e);
         const std::int32_t first = choices_.first(e), last = choices_.first(e + 1);
         // Two options that each have room for all: nothing follows, unless replicas are few.
-        room_of_.resize(choices_.options());
         int roomy = 0;
         bool serves = false;
         double promised = 0;
@@ -241,8 +253,7 @@ class Branching {
             if (node.state[o] == kFree) {
                 const double with = most == 0 ? 0 : among ? top : top - rooms_[most - 1] + mine;
                 if (mine == 0 || most == 0 || held + with < demand) {
-                    node.state[o] = kClosed, changed = true;
-                    node.stale[choices_.option(o).gpu] = 1;
+                    close(node, o), changed = true;
                     continue;
                 }
             }
@@ -256,12 +267,12 @@ class Branching {
             const int gpu = choices_.option(o).gpu;
             Caps& left = node.left[gpu];
             if (node.state[o] == kFree) {
-                node.state[o] = kServes;
-                if (--left.activated == 0) close(node, gpu);
+                node.state[o] = kServes, --node.free[gpu];
+                if (--left.activated == 0) close_all(node, gpu);
             }
             left.tokens -= least - node.promised[o];
             node.promised[o] = least;
-            changed = true, node.stale[gpu] = 1;
+            changed = true, node.stale.insert(gpu);
             return left.activated >= 0 && left.tokens >= 0;  // the rooms above have changed
         }
         return true;
@@ -269,7 +280,6 @@ class Branching {
 
     // A GPU takes no more than what serves there, and the largest that its free activations can take.
     void cut_rooms(const Node& node) {
-        room_.resize(choices_.gpus());
         for (int g = 0; g < choices_.gpus(); ++g) {
             rooms_.clear();
             double most = 0;
@@ -280,9 +290,10 @@ class Branching {
             }
             const auto [activated, tokens] = node.left[g];
             const auto free = static_cast<std::ptrdiff_t>(std::min(activated, static_cast<double>(rooms_.size())));
+            room_[g] = tokens;
             const auto all_of_these = [&] { return std::accumulate(rooms_.begin(), rooms_.begin() + free, most); };
-            if (all_of_these() < tokens)
-                std::nth_element(rooms_.begin(), rooms_.begin() + free, rooms_.end(), std::greater<>());
+            if (all_of_these() >= tokens) continue;
+            std::nth_element(rooms_.begin(), rooms_.begin() + free, rooms_.end(), std::greater<>());
             room_[g] = std::min(tokens, all_of_these());
         }
     }
@@ -306,7 +317,7 @@ class Branching {
                     matched_[best] = 1, --activations_[choices_.option(best).gpu];
                     continue;
                 }
-                reached_.assign(choices_.gpus(), 0);
+                reached_ = {};
                 if (!augment(node, e)) return false;
             }
         return true;
@@ -314,8 +325,8 @@ class Branching {
     bool augment(const Node& node, int e) {
         for (std::int32_t o = choices_.first(e); o < choices_.first(e + 1); ++o) {
             const int g = choices_.option(o).gpu;
-            if (node.state[o] != kFree || matched_[o] || reached_[g]) continue;
-            reached_[g] = 1;
+            if (node.state[o] != kFree || matched_[o] || reached_.contains(g)) continue;
+            reached_.insert(g);
             if (activations_[g] > 0) {
                 matched_[o] = 1, --activations_[g];
                 return true;
@@ -349,19 +360,23 @@ class Branching {
     // they do not fit: then `reached_` are the GPUs that the rest reaches.
     bool flow(const Node& node) {
         tokens_ = node.promised;
+        opened_.clear();
         for (int e = 0; e < choices_.experts(); ++e) {
+            const std::int32_t first = choices_.first(e), last = choices_.first(e + 1);
             double rest = choices_.demand(e);
-            for (std::int32_t o = choices_.first(e); o < choices_.first(e + 1); ++o) rest -= node.promised[o];
+            for (std::int32_t o = first; o < last; ++o) {
+                rest -= node.promised[o];
+                room_of_[o] = open_[o] ? room_[choices_.option(o).gpu] : 0.0;
+            }
             while (rest > 0) {
                 std::int32_t best = -1;
                 double most = 0;
-                for (std::int32_t o = choices_.first(e); o < choices_.first(e + 1); ++o) {
-                    const double r = open_[o] ? room_[choices_.option(o).gpu] : 0.0;
-                    best = r > most ? o : best, most = std::max(most, r);
-                }
+                for (std::int32_t o = first; o < last; ++o)
+                    best = room_of_[o] > most ? o : best, most = std::max(most, room_of_[o]);
                 if (best < 0) break;
                 const double amount = std::min(rest, most);
                 tokens_[best] += amount, room_[choices_.option(best).gpu] -= amount, rest -= amount;
+                room_of_[best] = 0;
             }
             if (rest > 0 && !reroute(node, e, rest)) return false;
         }
@@ -369,22 +384,25 @@ class Branching {
     }
     // Serves `rest` tokens of an expert whose GPUs are full, along paths that move other tokens on.
     bool reroute(const Node& node, int e, double rest) {
-        came_by_.resize(choices_.gpus()), moved_.resize(choices_.gpus());
+        if (opened_.empty())
+            for (int f = 0; f < choices_.experts(); ++f)
+                opened_.push_back(gpus_of(f, [&](std::int32_t o) { return open_[o] != 0; }));
+        GpuSet<W> roomy;
+        for (int g = 0; g < choices_.gpus(); ++g) roomy.insert_if(g, room_[g] > 0);
         while (rest > 0) {
-            reached_.assign(choices_.gpus(), 0);
+            reached_ = {};
             queue_.clear();
             int end = -1;
             const auto reach = [&](int expert, std::int32_t moved) {
-                for (std::int32_t o = choices_.first(expert); o < choices_.first(expert + 1); ++o) {
-                    const int g = choices_.option(o).gpu;
-                    if (!open_[o] || reached_[g]) continue;
-                    reached_[g] = 1, came_by_[g] = o, moved_[g] = moved;
-                    queue_.push_back(g);
-                    if (room_[g] > 0) {
-                        end = g;
-                        return;
-                    }
+                const GpuSet<W> next = opened_[expert] - reached_;
+                if (next.empty()) return;
+                if (const GpuSet<W> ends = next & roomy; !ends.empty()) {
+                    end = ends.lowest();
+                    came_by_[end] = expert, moved_[end] = moved;
+                    return;
                 }
+                reached_ |= next;
+                next.each([&](int g) { queue_.push_back(g), came_by_[g] = expert, moved_[g] = moved; });
             };
             reach(e, -1);
             for (std::size_t i = 0; i < queue_.size() && end < 0; ++i)
@@ -400,8 +418,9 @@ class Branching {
             for (int g = end; moved_[g] >= 0; g = choices_.option(moved_[g]).gpu)
                 amount = std::min(amount, tokens_[moved_[g]] - node.promised[moved_[g]]);
             room_[end] -= amount, rest -= amount;
+            if (room_[end] == 0) roomy.erase(end);
             for (int g = end;; g = choices_.option(moved_[g]).gpu) {
-                tokens_[came_by_[g]] += amount;
+                tokens_[choices_.option_on(came_by_[g], g)] += amount;
                 if (moved_[g] < 0) break;
                 tokens_[moved_[g]] -= amount;
             }
@@ -415,10 +434,10 @@ class Branching {
         double most = 0;
         for (std::int32_t o = 0; o < choices_.options(); ++o) {
             const auto [gpu, slot, e] = choices_.option(o);
-            if (reached_[gpu] || open_[o] || node.state[o] != kFree) continue;
+            if (reached_.contains(gpu) || open_[o] || node.state[o] != kFree) continue;
             double inside = e == stuck_ ? stuck_rest_ : 0;
             for (std::int32_t d = choices_.first(e); d < choices_.first(e + 1); ++d)
-                if (reached_[choices_.option(d).gpu]) inside += tokens_[d] - node.promised[d];
+                if (reached_.contains(choices_.option(d).gpu)) inside += tokens_[d] - node.promised[d];
             inside = std::min(inside, node.left[gpu].tokens);
             if (inside > most) most = inside, best = o;
         }
@@ -432,9 +451,11 @@ class Branching {
     double stuck_rest_ = 0;
     std::deque<Node> stack_;
     std::vector<double> least_taken_, room_of_, rooms_, activations_, room_, tokens_, wide_;
-    std::vector<char> open_, matched_, reached_, seen_;
-    std::vector<std::int32_t> came_by_, moved_, closed_;
-    std::vector<int> queue_;
+    std::vector<char> open_, matched_;
+    std::vector<std::int32_t> moved_, closed_;
+    std::vector<int> came_by_, queue_;  // the expert that came to a GPU, the GPUs reached
+    std::vector<GpuSet<W>> holders_, opened_;  // GPUs of each expert's options, and of those that are open
+    GpuSet<W> reached_;
 };
 
 }  // namespace eplb

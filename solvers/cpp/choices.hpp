@@ -67,6 +67,12 @@ class Choices {
     double demand(int expert) const { return demand_[expert]; }
     // The options of an expert are first(expert) to first(expert + 1), by GPU.
     std::int32_t first(int expert) const { return first_[expert]; }
+    // The expert's option on a GPU that has one.
+    std::int32_t option_on(int expert, int gpu) const {
+        std::int32_t o = first_[expert];
+        while (options_[o].gpu != gpu) ++o;
+        return o;
+    }
     std::span<const std::int32_t> on(int gpu) const {
         const std::int32_t begin = gpu == 0 ? 0 : end_[gpu - 1];
         return std::span(by_gpu_).subspan(begin, end_[gpu] - begin);

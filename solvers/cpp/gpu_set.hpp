@@ -52,6 +52,7 @@ struct GpuSet {
         for (int w = 0; w < W; ++w) words[w] |= o.words[w];
         return *this;
     }
+    friend GpuSet operator|(GpuSet a, const GpuSet& b) { return a |= b; }
     friend GpuSet operator&(GpuSet a, const GpuSet& b) {
         for (int w = 0; w < W; ++w) a.words[w] &= b.words[w];
         return a;

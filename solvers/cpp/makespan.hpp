@@ -224,7 +224,7 @@ class Makespan {
     const Pricing* pricing_ = nullptr;
     const Layer* layer_ = nullptr;
     Choices choices_;
-    Branching branching_{choices_};
+    Branching<W> branching_{choices_};
     Rebalance<SimplePrice> simple_{choices_};
     Rebalance<AnyPrice> any_{choices_};
     const std::int64_t* tokens_ = nullptr;

@@ -795,7 +795,7 @@ void test_branching(Random& random) {
             check(within(routed), "what fits is within the caps");
             check(split || is_whole(p, routed), "what fits is whole where it must be");
         };
-        Branching branching(choices);
+        Branching<1> branching(choices);
         Completion completion(choices);
         for (const std::int64_t nodes : {1, 4, 1000}) {
             const Verdict verdict = branching.decide(left, price.split, nodes);
