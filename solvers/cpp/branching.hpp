@@ -22,6 +22,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -41,16 +42,26 @@ class Branching {
   public:
     explicit Branching(const Choices& choices) : choices_(choices) {}
 
+    // Call when the choices have been read.
+    void read() {
+        holders_.resize(choices_.experts()), least_taken_.resize(choices_.experts());
+        open_.resize(choices_.options()), room_of_.resize(choices_.options());
+        room_.resize(choices_.gpus()), came_by_.resize(choices_.gpus()), moved_.resize(choices_.gpus());
+        for (int e = 0; e < choices_.experts(); ++e) holders_[e] = gpus_of(e, [](std::int32_t) { return true; });
+    }
+
     // `most` is what may be served on each GPU beside what is fixed. Without `split` every expert takes
-    // one replica. What remains of a flow that was stuck at the end is in tokens() too.
-    Verdict decide(const std::vector<Caps>& most, bool split, std::int64_t max_nodes) {
-        split_ = split, max_nodes_ = max_nodes, nodes_ = 0;
+    // one replica. What remains of a flow that was stuck at the end is in tokens() too. With equal GPUs
+    // `slack` says by how many tokens their caps are above what any routing needs.
+    Verdict decide(const std::vector<Caps>& most, bool split, std::int64_t max_nodes, double slack = kUnequal) {
+        split_ = split, slack_ = split ? slack : kUnequal, max_nodes_ = max_nodes, nodes_ = 0, level_ = kInf;
         if (stack_.empty()) stack_.resize(1);
         Node& root = stack_[0];
         root.left = most;
         root.state.assign(choices_.options(), kFree);
         root.promised.assign(choices_.options(), 0.0);
         root.need.assign(choices_.experts(), 0);
+        root.idle.assign(choices_.experts(), 0);
         root.free.resize(choices_.gpus());
         for (int g = 0; g < choices_.gpus(); ++g) {
             root.free[g] = static_cast<int>(choices_.on(g).size());
@@ -58,14 +69,16 @@ class Branching {
         }
         root.spare = kInf;
         tokens_.assign(choices_.options(), 0.0);
-        open_.resize(choices_.options()), room_of_.resize(choices_.options());
-        room_.resize(choices_.gpus()), came_by_.resize(choices_.gpus()), moved_.resize(choices_.gpus());
-        holders_.resize(choices_.experts()), least_taken_.resize(choices_.experts());
-        for (int e = 0; e < choices_.experts(); ++e) holders_[e] = gpus_of(e, [](std::int32_t) { return true; });
         return visit(0);
     }
     const std::vector<double>& tokens() const { return tokens_; }
+    // With equal GPUs and no refutation: by how many tokens the caps must rise, or may fall, for the options
+    // that a node opens to route all tokens; the least of all nodes, and that routing.
+    double level() const { return level_; }
+    const std::vector<double>& leveled() const { return leveled_; }
     std::int64_t nodes() const { return nodes_; }
+
+    static constexpr double kUnequal = -1;
 
   private:
     static constexpr int kMostLaps = 16;
@@ -76,6 +89,7 @@ class Branching {
         std::vector<State> state;
         std::vector<double> promised;
         std::vector<int> need;  // of each expert, beside what serves
+        std::vector<int> idle;  // of each expert: with a spare of fewer, more follows
         std::vector<int> free;  // options of each GPU
         GpuSet<W> stale;        // GPUs with changes that their experts have not seen
         double spare;
@@ -88,12 +102,11 @@ class Branching {
         if (!tighten(node)) return Verdict::refuted;
         for (std::int32_t o = 0; o < choices_.options(); ++o) open_[o] = node.state[o] != kClosed;
         cut_rooms(node);
-        if (!flow(node)) return Verdict::refuted;
+        if (!flow(node, 0, false)) return Verdict::refuted;
         wide_ = tokens_;
         if (!match(node)) return Verdict::refuted;
         open_matched(node);
-        for (int g = 0; g < choices_.gpus(); ++g) room_[g] = node.left[g].tokens;
-        if (flow(node)) return Verdict::fits;
+        if (route_opened(node)) return Verdict::fits;
         if (nodes_ >= max_nodes_) return Verdict::unknown;
         const std::int32_t branch = way_out(node);
         if (branch < 0) return Verdict::unknown;  // cannot be: the flow through all options would be stuck
@@ -150,11 +163,7 @@ class Branching {
             for (int lap = 0; lap < kMostLaps && !node.stale.empty(); ++lap) {
                 const GpuSet<W> changes = std::exchange(node.stale, {});
                 for (int e = 0; e < choices_.experts(); ++e)
-                    if (!(holders_[e] & (changes | node.stale)).empty())
-                        for (bool changed = true; changed;) {
-                            changed = false;
-                            if (!tighten(node, e, changed)) return false;
-                        }
+                    if (!(holders_[e] & (changes | node.stale)).empty() && !tighten(node, e)) return false;
             }
             double spare = 0;
             for (int g = 0; g < choices_.gpus(); ++g)
@@ -163,9 +172,12 @@ class Branching {
             if (spare < 0) return false;
             again = false;
             if (spare < node.spare) {
-                again = spare < choices_.most_copies();
                 node.spare = spare;
-                for (int g = 0; again && g < choices_.gpus(); ++g) node.stale.insert(g);
+                for (int e = 0; e < choices_.experts(); ++e)
+                    if (spare < node.idle[e]) {
+                        if (!tighten(node, e)) return false;
+                        again |= !node.stale.empty();
+                    }
             }
             if (!close_too_large(node, again)) return false;
         }
@@ -209,6 +221,13 @@ class Branching {
             if (node.state[d] == kServes) return 1;
         return choices_.demand(e);
     }
+    bool tighten(Node& node, int e) {
+        for (bool changed = true; changed;) {
+            changed = false;
+            if (!tighten(node, e, changed)) return false;
+        }
+        return true;
+    }
     bool tighten(Node& node, int e, bool& changed) {
         const double spare = node.spare;
         const double demand = choices_.demand(e);
@@ -225,7 +244,7 @@ class Branching {
         }
         if (promised > demand) return false;
         if (roomy >= 2 && !serves && (roomy == last - first || (split_ && spare >= 1))) {
-            node.need[e] = 1;
+            node.need[e] = node.idle[e] = 1;
             return true;
         }
         rooms_.clear();  // of the free options, falling
@@ -241,7 +260,7 @@ class Branching {
         for (double left = demand - held; left > 0; left -= rooms_[need++])
             if (need == free) return false;
         if (!split_ && need + serves > 1) return false;
-        node.need[e] = need;
+        node.need[e] = need, node.idle[e] = free - need;
         int most = spare < free - need ? need + static_cast<int>(spare) : free;
         if (!split_) most = serves ? 0 : 1;
         double top = 0;  // of the `most` largest
@@ -356,9 +375,24 @@ class Branching {
         }
     }
 
-    // Routes the tokens through the open options within the rooms, what is promised first. False if
-    // they do not fit: then `reached_` are the GPUs that the rest reaches.
-    bool flow(const Node& node) {
+    // Whether the tokens flow through the open options; what they do at the least level, with equal GPUs.
+    bool route_opened(const Node& node) {
+        const bool equal = slack_ != kUnequal;
+        double slack = equal ? slack_ : 0;
+        for (int g = 0; g < choices_.gpus(); ++g) slack = std::min(slack, node.left[g].tokens);
+        for (int g = 0; g < choices_.gpus(); ++g) room_[g] = node.left[g].tokens - slack;
+        flow(node, slack, equal);
+        if (equal && above_ < level_) level_ = above_, leveled_ = tokens_;
+        if (above_ <= 0) return true;
+        tokens_.swap(stuck_.tokens);
+        return false;
+    }
+    // Routes the tokens through the open options within the rooms, what is promised first. If they do not fit, all
+    // rooms rise by what the GPUs that the rest reaches need at least (Newton's step on the tight set), which
+    // is exact: `above_` is by how much in the end, less `slack`. Where they first rise above that is kept in
+    // `stuck_`; without `rises` it ends there, false.
+    bool flow(const Node& node, double slack, bool rises) {
+        above_ = -slack;
         tokens_ = node.promised;
         opened_.clear();
         for (int e = 0; e < choices_.experts(); ++e) {
@@ -378,17 +412,20 @@ class Branching {
                 tokens_[best] += amount, room_[choices_.option(best).gpu] -= amount, rest -= amount;
                 room_of_[best] = 0;
             }
-            if (rest > 0 && !reroute(node, e, rest)) return false;
+            if (rest > 0 && !reroute(node, e, rest, rises)) return false;
         }
         return true;
     }
     // Serves `rest` tokens of an expert whose GPUs are full, along paths that move other tokens on.
-    bool reroute(const Node& node, int e, double rest) {
+    bool reroute(const Node& node, int e, double rest, bool rises) {
         if (opened_.empty())
             for (int f = 0; f < choices_.experts(); ++f)
                 opened_.push_back(gpus_of(f, [&](std::int32_t o) { return open_[o] != 0; }));
         GpuSet<W> roomy;
-        for (int g = 0; g < choices_.gpus(); ++g) roomy.insert_if(g, room_[g] > 0);
+        const auto look = [&] {
+            for (int g = 0; g < choices_.gpus(); ++g) roomy.insert_if(g, room_[g] > 0);
+        };
+        look();
         while (rest > 0) {
             reached_ = {};
             queue_.clear();
@@ -411,8 +448,13 @@ class Branching {
                     if (end >= 0) break;
                 }
             if (end < 0) {
-                stuck_ = e, stuck_rest_ = rest;
-                return false;
+                const double by = std::ceil(rest / static_cast<double>(queue_.size()));
+                if (above_ <= 0 && above_ + by > 0) stuck_ = {e, rest, reached_, tokens_};
+                above_ += by;
+                if (!rises) return false;
+                for (double& r : room_) r += by;
+                look();
+                continue;
             }
             double amount = std::min(rest, room_[end]);
             for (int g = end; moved_[g] >= 0; g = choices_.option(moved_[g]).gpu)
@@ -434,10 +476,10 @@ class Branching {
         double most = 0;
         for (std::int32_t o = 0; o < choices_.options(); ++o) {
             const auto [gpu, slot, e] = choices_.option(o);
-            if (reached_.contains(gpu) || open_[o] || node.state[o] != kFree) continue;
-            double inside = e == stuck_ ? stuck_rest_ : 0;
+            if (stuck_.reached.contains(gpu) || open_[o] || node.state[o] != kFree) continue;
+            double inside = e == stuck_.expert ? stuck_.rest : 0;
             for (std::int32_t d = choices_.first(e); d < choices_.first(e + 1); ++d)
-                if (reached_.contains(choices_.option(d).gpu)) inside += tokens_[d] - node.promised[d];
+                if (stuck_.reached.contains(choices_.option(d).gpu)) inside += tokens_[d] - node.promised[d];
             inside = std::min(inside, node.left[gpu].tokens);
             if (inside > most) most = inside, best = o;
         }
@@ -447,10 +489,15 @@ class Branching {
     const Choices& choices_;
     bool split_ = true;
     std::int64_t max_nodes_ = 0, nodes_ = 0;
-    int stuck_ = 0;
-    double stuck_rest_ = 0;
+    double slack_ = kUnequal, level_ = kInf, above_ = 0;
+    struct {
+        int expert;
+        double rest;
+        GpuSet<W> reached;
+        std::vector<double> tokens;
+    } stuck_;
     std::deque<Node> stack_;
-    std::vector<double> least_taken_, room_of_, rooms_, activations_, room_, tokens_, wide_;
+    std::vector<double> least_taken_, room_of_, rooms_, activations_, room_, tokens_, wide_, leveled_;
     std::vector<char> open_, matched_;
     std::vector<std::int32_t> moved_, closed_;
     std::vector<int> came_by_, queue_;  // the expert that came to a GPU, the GPUs reached

@@ -56,6 +56,7 @@ class Makespan {
         if (met()) return Outcome::ok;
         choices_.read(layer, tokens);
         if (choices_.experts() == 0) return Outcome::ok;
+        branching_.read();
         if (pricing.simple()) {
             simple_.bind(pricing);
             run(simple_, max_work);
@@ -146,6 +147,10 @@ class Makespan {
             slowest = std::max(slowest, pricing_->time(g, load_of(matching.fill(g))));
         return slowest;
     }
+    // At least, of a GPU with so many activations and tokens.
+    double time_of(const Caps& caps) const {
+        return std::max(pricing_->time_of_activated(0, caps.activated), pricing_->time_of_tokens(0, caps.tokens));
+    }
     // GPUs to look at where equal ones need one look.
     int kinds() const { return pricing_->uniform() ? 1 : layer_->gpus; }
     bool met() const { return makespan_ <= bound_; }
@@ -172,13 +177,23 @@ class Makespan {
     template <class Search, class Left>
     Verdict attempt(Search& search, double target, std::int64_t nodes, std::int64_t links, Left&& left) {
         set_caps(target);
-        const Verdict verdict = branching_.decide(left_, pricing_->split(), nodes);
-        work_ += branching_.nodes() * kOptionWork * choices_.options();
+        const std::int64_t per_node = kOptionWork * choices_.options();
+        const bool equal = pricing_->uniform() && caps_[0].tokens < Pricing::kMostTokens;
+        const Verdict verdict =
+            branching_.decide(left_, pricing_->split(), std::clamp<std::int64_t>(left() / per_node, 1, nodes),
+                              equal ? caps_[0].tokens - pricing_->caps(0, bound_).tokens : branching_.kUnequal);
+        work_ += branching_.nodes() * per_node;
         if (verdict == Verdict::refuted) {
             double least = kInf;
             for (int g = 0; g < kinds(); ++g) least = std::min(least, pricing_->beyond(g, caps_[g]));
             raise(least, branching_.nodes() == 1 ? Proof::k_demand : Proof::branching);
             return verdict;
+        }
+        if (verdict == Verdict::unknown && branching_.level() < kInf &&
+            time_of({caps_[0].activated, caps_[0].tokens + branching_.level()}) < makespan_) {
+            search.start(branching_.leveled(), target);
+            record(search);
+            if (met()) return Verdict::fits;
         }
         search.start(branching_.tokens(), target);
         const bool reached = search.makespan() <= target || search.lower(target, std::min(links, left()));

@@ -74,6 +74,8 @@ struct Caps {
 
 class Pricing {
   public:
+    static constexpr double kMostActivated = 4096, kMostTokens = 9007199254740992.0;  // experts; 2^53
+
     // `slowness` has one entry per GPU; `curve` may be empty.
     Pricing(std::vector<Piece> pieces, Curve curve, double tile_tokens, std::vector<double> slowness, bool split)
         : pieces_(std::move(pieces)),
@@ -170,8 +172,6 @@ class Pricing {
     double slowness(int gpu) const { return slowness_[gpu]; }
 
   private:
-    static constexpr double kMostActivated = 4096, kMostTokens = 9007199254740992.0;  // experts; 2^53
-
     // The largest integer from -1 to `limit` that fits; fitting ends once.
     template <class Fits>
     static double most(Fits&& fits, double limit) {

@@ -77,6 +77,7 @@ class SimplePrice {
   private:
     struct Line {
         double offset = 0, activation = 0, token = 0, weight = 1, per_token = 0;
+        double over_activation = 0, over_token = 0;  // weighted
 
         Line() = default;
         // An activation too many counts double: moving tokens in part does not cure it.
@@ -85,12 +86,14 @@ class SimplePrice {
               activation(p.activation),
               token(p.token),
               weight(p.token > 0 ? 1 : 2),
-              per_token(p.token > 0 ? 1 / p.token : 0) {}
+              per_token(p.token > 0 ? 1 / p.token : 0),
+              over_activation(weight * activation),
+              over_token(weight * token) {}
         double at(double activated, double tokens) const {
             return (offset + activation * activated) + token * tokens;
         }
         double over_of(double activated, double tokens) const {
-            return weight * (activation * activated + token * tokens);
+            return over_activation * activated + over_token * tokens;
         }
         double tokens(double time) const {
             if (time < 0) return 0;
@@ -287,25 +290,35 @@ class Rebalance {
         }
     }
     void serve(int e, double rest) {
-        for (;;) {
-            std::int32_t best = -1, roomiest = -1;
-            double least = kInf, most = 0;
-            for (std::int32_t o = choices_.first(e); o < choices_.first(e + 1); ++o) {
-                const int g = choices_.option(o).gpu;
-                const double time = price_.time_with(g, gpus_[g], tokens_[o], rest);
-                best = time < least ? o : best, least = std::min(least, time);
-            }
-            if (split_ && least > target_)
-                for (std::int32_t o = choices_.first(e); o < choices_.first(e + 1); ++o) {
-                    const int g = choices_.option(o).gpu;
-                    if (const double r = price_.room(g, gpus_[g], tokens_[o], rest); r > most)
-                        most = r, roomiest = o;
-                }
-            if (roomiest < 0) return put(best, rest);
-            put(roomiest, most);
-            rest -= most;
-            if (rest == 0) return;
+        const auto [whole, time] = fastest(e, rest);
+        if (!split_ || time <= target_) return put(whole, rest);
+        const std::int32_t first = choices_.first(e), last = choices_.first(e + 1);
+        rooms_.clear();
+        for (std::int32_t o = first; o < last; ++o) {
+            const int g = choices_.option(o).gpu;
+            rooms_.push_back(price_.room(g, gpus_[g], tokens_[o], rest));
         }
+        for (;;) {
+            std::size_t roomiest = 0;
+            double most = 0;
+            for (std::size_t i = 0; i < rooms_.size(); ++i)
+                roomiest = rooms_[i] > most ? i : roomiest, most = std::max(most, rooms_[i]);
+            if (most == 0 || most >= rest) break;
+            put(first + static_cast<std::int32_t>(roomiest), most);
+            rest -= most, rooms_[roomiest] = 0;
+        }
+        put(fastest(e, rest).first, rest);
+    }
+    // The expert's option that so many more tokens make least slow, and its time.
+    std::pair<std::int32_t, double> fastest(int e, double tokens) const {
+        std::int32_t best = -1;
+        double least = kInf;
+        for (std::int32_t o = choices_.first(e); o < choices_.first(e + 1); ++o) {
+            const int g = choices_.option(o).gpu;
+            const double time = price_.time_with(g, gpus_[g], tokens_[o], tokens);
+            best = time < least ? o : best, least = std::min(least, time);
+        }
+        return {best, least};
     }
 
     // A chain from overfull GPU g that leaves less than `allowed` overflow on g and on the GPUs that it
@@ -365,6 +378,7 @@ class Rebalance {
     std::int64_t work_ = 0;
     std::vector<double> tokens_, kept_tokens_;
     std::vector<std::uint64_t> rest_;  // tokens left over and their expert, in one word to sort
+    std::vector<double> rooms_;        // of an expert's options
     std::vector<Gpu> gpus_, kept_gpus_;
     std::vector<std::int32_t> active_;  // options of a chain's GPUs, by links that are left
     Xorshift random_;
