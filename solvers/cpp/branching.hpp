@@ -54,7 +54,8 @@ class Branching {
     // one replica. What remains of a flow that was stuck at the end is in tokens() too. With equal GPUs
     // `slack` says by how many tokens their caps are above what any routing needs.
     Verdict decide(const std::vector<Caps>& most, bool split, std::int64_t max_nodes, double slack = kUnequal) {
-        split_ = split, slack_ = split ? slack : kUnequal, max_nodes_ = max_nodes, nodes_ = 0, level_ = kInf;
+        split_ = split, slack_ = split ? slack : kUnequal, max_nodes_ = max_nodes, nodes_ = 0, work_ = 0;
+        level_ = kInf;
         if (stack_.empty()) stack_.resize(1);
         Node& root = stack_[0];
         root.left = most;
@@ -77,11 +78,13 @@ class Branching {
     double level() const { return level_; }
     const std::vector<double>& leveled() const { return leveled_; }
     std::int64_t nodes() const { return nodes_; }
+    // Options looked at, or what takes as long.
+    std::int64_t work() const { return work_; }
 
     static constexpr double kUnequal = -1;
 
   private:
-    static constexpr int kMostLaps = 16;
+    static constexpr int kMostLaps = 16, kFlowWork = 3;
     // Not a char: a store to one may change any other object, so what was read would be read again.
     enum State : std::int16_t { kFree, kServes, kClosed };
     struct Node {
@@ -100,6 +103,7 @@ class Branching {
         if (stack_.size() < depth + 2) stack_.resize(depth + 2);  // a deque: references stay
         Node& node = stack_[depth];
         if (!tighten(node)) return Verdict::refuted;
+        work_ += kFlowWork * choices_.options();
         for (std::int32_t o = 0; o < choices_.options(); ++o) open_[o] = node.state[o] != kClosed;
         cut_rooms(node);
         if (!flow(node, 0, false)) return Verdict::refuted;
@@ -232,6 +236,7 @@ class Branching {
         const double spare = node.spare;
         const double demand = choices_.demand(e);
         const std::int32_t first = choices_.first(e), last = choices_.first(e + 1);
+        work_ += last - first;
         // Two options that each have room for all: nothing follows, unless replicas are few.
         int roomy = 0;
         bool serves = false;
@@ -488,7 +493,7 @@ class Branching {
 
     const Choices& choices_;
     bool split_ = true;
-    std::int64_t max_nodes_ = 0, nodes_ = 0;
+    std::int64_t max_nodes_ = 0, nodes_ = 0, work_ = 0;
     double slack_ = kUnequal, level_ = kInf, above_ = 0;
     struct {
         int expert;

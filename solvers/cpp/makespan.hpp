@@ -75,13 +75,14 @@ class Makespan {
     bool in_certificate(int gpu) const { return certificate_.contains(gpu); }
 
   private:
-    static constexpr std::int64_t kOptionWork = 2, kStartLinks = 50, kFirstLinks = 1300;
+    static constexpr std::int64_t kGpuWork = 9, kNodeWork = 5, kStartLinks = 50, kFirstLinks = 1300;
     static constexpr std::int64_t kFirstWork = 1300, kMoreWork = 50, kMuchWork = 65'000;
     static constexpr double kClose = 3e-2;  // of the makespan: nearer targets are not tried in the first round
     static constexpr double kNarrow = 0.02, kWide = 0.11;  // of the bound
 
     template <class Search>
     void run(Search& search, std::int64_t max_work) {
+        work_ = kGpuWork * layer_->gpus;
         none_.assign(choices_.options(), 0.0);
         search.start(none_, bound_);
         record(search);
@@ -177,12 +178,12 @@ class Makespan {
     template <class Search, class Left>
     Verdict attempt(Search& search, double target, std::int64_t nodes, std::int64_t links, Left&& left) {
         set_caps(target);
-        const std::int64_t per_node = kOptionWork * choices_.options();
+        const std::int64_t per_node = kNodeWork * choices_.options();
         const bool equal = pricing_->uniform() && caps_[0].tokens < Pricing::kMostTokens;
         const Verdict verdict =
             branching_.decide(left_, pricing_->split(), std::clamp<std::int64_t>(left() / per_node, 1, nodes),
                               equal ? caps_[0].tokens - pricing_->caps(0, bound_).tokens : branching_.kUnequal);
-        work_ += branching_.nodes() * per_node;
+        work_ += branching_.work();
         if (verdict == Verdict::refuted) {
             double least = kInf;
             for (int g = 0; g < kinds(); ++g) least = std::min(least, pricing_->beyond(g, caps_[g]));
