@@ -83,6 +83,10 @@ class Choices {
         for (std::int32_t o = 0; o < options(); ++o)
             routed[options_[o].slot] = static_cast<std::int64_t>(tokens[o]);
     }
+    // And back.
+    void read_routed(const std::int64_t* routed, std::vector<double>& tokens) const {
+        for (std::int32_t o = 0; o < options(); ++o) tokens[o] = static_cast<double>(routed[options_[o].slot]);
+    }
 
   private:
     std::vector<Option> options_;

@@ -47,7 +47,8 @@ class Makespan {
             raise(pricing.time_of_activated(0, static_cast<double>(matching.makespan())), Proof::matching,
                   matching);
         makespan_ = time_of(matching);
-        if (!met()) balance();
+        const bool light = pricing.simple() && even_time(matching) < kLight * bound_;
+        if (!met() && !light) balance();
         if (met()) return Outcome::ok;
 
         choices_.fix(layer, tokens, pricing);
@@ -56,13 +57,12 @@ class Makespan {
         if (met()) return Outcome::ok;
         choices_.read(layer, tokens);
         if (choices_.experts() == 0) return Outcome::ok;
-        branching_.read();
         if (pricing.simple()) {
             simple_.bind(pricing);
-            run(simple_, max_work);
+            run(simple_, max_work, light);
         } else {
             any_.bind(pricing);
-            run(any_, max_work);
+            run(any_, max_work, false);
         }
         // Anew: sums that a search kept may have drifted.
         if (pricing.curved()) makespan_ = pricing.slowest(routed, layer.slots_per_gpu);
@@ -75,37 +75,58 @@ class Makespan {
     bool in_certificate(int gpu) const { return certificate_.contains(gpu); }
 
   private:
-    static constexpr std::int64_t kGpuWork = 9, kNodeWork = 5, kStartLinks = 50, kFirstLinks = 1300;
-    static constexpr std::int64_t kFirstWork = 1300, kMoreWork = 50, kMuchWork = 65'000;
+    static constexpr std::int64_t kGpuWork = 9, kNodeWork = 3, kStartLinks = 50, kNextLinks = 600, kFirstLinks = 1300;
+    static constexpr std::int64_t kFirstWork = 1800, kMoreWork = 70, kMuchWork = 120'000;
     static constexpr double kClose = 3e-2;  // of the makespan: nearer targets are not tried in the first round
-    static constexpr double kNarrow = 0.02, kWide = 0.11;  // of the bound
+    static constexpr int kSure = 2;
+    static constexpr double kLight = 0.95;  // of the bound by matching
+    static constexpr double kNarrow = 0.02, kWide = 0.09;  // of the bound
 
     template <class Search>
-    void run(Search& search, std::int64_t max_work) {
+    void run(Search& search, std::int64_t max_work, bool light) {
         work_ = kGpuWork * layer_->gpus;
-        none_.assign(choices_.options(), 0.0);
-        search.start(none_, bound_);
-        record(search);
-
         const std::int64_t before = search.work();
         std::int64_t most = std::min(max_work, kFirstWork);
         const auto left = [&] {
             const std::int64_t done = work_ + search.work() - before;
-            if (most == kFirstWork && done >= most)
+            if (most == kFirstWork && done + node_work() >= most)
                 most = std::max(max_work, wide() ? std::min(kMoreWork * max_work, kMuchWork) : 0);
             return most - done;
         };
         search.seed();
-        if (!met() && left() > 0) {
-            search.lower(bound_, kStartLinks);
-            record(search);
+        start_.resize(choices_.options());
+        if (light) {
+            choices_.read_routed(routed_, start_);
+            begin(search, left);
         }
+        if (!met()) {
+            std::fill(start_.begin(), start_.end(), 0.0);
+            begin(search, left);
+        }
+        if (met()) return;
+        if (light) balance();
+        branching_.read();
+        // An activation step too many is soon found out, and a wide gap.
+        if (const double next = next_activation(bound_); !met() && left() > node_work() && makespan_ > next)
+            attempt(search, next, 1, kNextLinks, left);
         std::int64_t nodes = 1, links = kFirstLinks;
-        for (double close = kClose; !met() && left() > 0; close /= 8) {
+        for (double close = kClose; !met() && left() > node_work(); close /= 8) {
             round(search, nodes, links, close, left);
             if (nodes < kMuchWork) nodes *= 8, links *= 3;
         }
     }
+
+    template <class Search, class Left>
+    void begin(Search& search, Left&& left) {
+        search.start(start_, bound_);
+        record(search);
+        if (met() || left() <= node_work()) return;
+        search.lower(bound_, kStartLinks);
+        record(search);
+    }
+
+    // At most, as a rule, of a node of the branching.
+    std::int64_t node_work() const { return kNodeWork * choices_.options(); }
 
     // The fewest tokens on the fullest GPU: a bound, and a routing.
     void balance() {
@@ -124,8 +145,8 @@ class Makespan {
     // Every GPU has what is fixed there. Under a curve an expert that is twice on a GPU may take less
     // time in two slots than in one.
     void count_fixed() {
-        for (int g = 0; g < layer_->gpus && !pricing_->curved(); ++g)
-            raise(pricing_->time(g, choices_.fixed(g)), Proof::count);
+        if (!pricing_->curved())
+            raise(pricing_->slowest([this](int g) { return choices_.fixed(g); }), Proof::count);
     }
     // All GPUs together: a piece's times, over the speeds, are at least what every expert needs once.
     void count_shared() {
@@ -141,12 +162,15 @@ class Makespan {
             raise((gpus * p.offset + shared) / speed * kBelow, Proof::count);
         }
     }
+    // Were all GPUs given as many tokens.
+    double even_time(const Matching<W>& matching) const {
+        double tokens = 0;
+        for (int g = 0; g < layer_->gpus; ++g) tokens += load_of(matching.fill(g)).tokens;
+        return pricing_->time_of_tokens(0, tokens / layer_->filled_gpus);
+    }
     double time_of(const Matching<W>& matching) const {
         if (!pricing_->counted()) return pricing_->slowest(routed_, layer_->slots_per_gpu);
-        double slowest = 0;
-        for (int g = 0; g < layer_->gpus; ++g)
-            slowest = std::max(slowest, pricing_->time(g, load_of(matching.fill(g))));
-        return slowest;
+        return pricing_->slowest([&](int g) { return load_of(matching.fill(g)); });
     }
     // At least, of a GPU with so many activations and tokens.
     double time_of(const Caps& caps) const {
@@ -162,12 +186,16 @@ class Makespan {
 
     template <class Search, class Left>
     void round(Search& search, std::int64_t nodes, std::int64_t links, double close, Left&& left) {
-        double target = bound_;
-        while (!met() && left() > 0 && attempt(search, target, nodes, links, left) != Verdict::unknown &&
-               makespan_ - bound_ > close * makespan_)
-            target = (bound_ + makespan_) / 2;
-        double missed = std::max(bound_, target);
-        while (!met() && left() > 0 && makespan_ - missed > close * makespan_) {
+        double target = bound_, missed = bound_;
+        for (int decided = 1; !met() && left() > node_work(); ++decided) {
+            if (attempt(search, target, nodes, links, left) == Verdict::unknown) {
+                missed = std::max(bound_, target);
+                break;
+            }
+            if (makespan_ - bound_ <= close * makespan_) break;
+            target = decided == kSure ? makespan_ * kBelow : (bound_ + makespan_) / 2;
+        }
+        while (!met() && left() > node_work() && makespan_ - missed > close * makespan_) {
             target = next_activation(missed);
             if (target <= missed || target >= makespan_) target = (missed + makespan_) / 2;
             if (attempt(search, target, nodes, links, left) == Verdict::unknown) missed = target;
@@ -178,10 +206,9 @@ class Makespan {
     template <class Search, class Left>
     Verdict attempt(Search& search, double target, std::int64_t nodes, std::int64_t links, Left&& left) {
         set_caps(target);
-        const std::int64_t per_node = kNodeWork * choices_.options();
         const bool equal = pricing_->uniform() && caps_[0].tokens < Pricing::kMostTokens;
         const Verdict verdict =
-            branching_.decide(left_, pricing_->split(), std::clamp<std::int64_t>(left() / per_node, 1, nodes),
+            branching_.decide(left_, pricing_->split(), std::clamp<std::int64_t>(left() / node_work(), 1, nodes),
                               equal ? caps_[0].tokens - pricing_->caps(0, bound_).tokens : branching_.kUnequal);
         work_ += branching_.work();
         if (verdict == Verdict::refuted) {
@@ -247,7 +274,7 @@ class Makespan {
     std::int64_t* routed_ = nullptr;  // the best routing so far
     std::vector<Caps> caps_, left_;
     std::vector<std::int64_t> balanced_;
-    std::vector<double> none_;
+    std::vector<double> start_;
     double bound_ = 0, makespan_ = 0;
     std::int64_t work_ = 0;
     Proof proved_by_ = Proof::none;

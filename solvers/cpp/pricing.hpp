@@ -123,6 +123,22 @@ class Pricing {
         return most;
     }
 
+    // The same of loads, load_of(gpu).
+    template <class LoadOf>
+    double slowest(LoadOf&& load_of) const {
+        double most = 0;
+        if (uniform_ && counted()) {
+            for (const Piece& p : pieces_)
+                for (int g = 0; g < gpus(); ++g) {
+                    const Load load = load_of(g);
+                    most = std::max(most, (p.offset + p.activation * load.activated) + p.token * load.tokens);
+                }
+            return slowness_[0] * most;
+        }
+        for (int g = 0; g < gpus(); ++g) most = std::max(most, time(g, load_of(g)));
+        return most;
+    }
+
     // The least time of a GPU with so many activated replicas: each has a token and a tile.
     double time_of_activated(int gpu, double count) const {
         double curved = 0;
@@ -139,8 +155,15 @@ class Pricing {
     }
     // Any routing with every GPU's time at most `target` is within these; kMost where it is unlimited.
     Caps caps(int gpu, double target) const {
-        return {most([&](double n) { return time_of_activated(gpu, n) <= target; }, kMostActivated),
-                most([&](double n) { return time_of_tokens(gpu, n) <= target; }, kMostTokens)};
+        Caps about{kMostActivated, kMostTokens};  // exact but for rounding, tiles and the curve
+        for (const Piece& p : pieces_) {
+            const double left = target / slowness_[gpu] - p.offset;
+            if (p.activation > 0) about.activated = std::min(about.activated, std::floor(left / p.activation));
+            if (p.token > 0) about.tokens = std::min(about.tokens, std::floor((left - p.activation) / p.token));
+        }
+        return {
+            most([&](double n) { return time_of_activated(gpu, n) <= target; }, kMostActivated, about.activated),
+            most([&](double n) { return time_of_tokens(gpu, n) <= target; }, kMostTokens, about.tokens)};
     }
     // The least time of a GPU that is not within its caps at `target`.
     double beyond(int gpu, const Caps& caps) const {
@@ -172,9 +195,11 @@ class Pricing {
     double slowness(int gpu) const { return slowness_[gpu]; }
 
   private:
-    // The largest integer from -1 to `limit` that fits; fitting ends once.
+    // The largest integer from -1 to `limit` that fits; fitting ends once, as a rule near `about`.
     template <class Fits>
-    static double most(Fits&& fits, double limit) {
+    static double most(Fits&& fits, double limit, double about) {
+        for (const double n : {about, about - 1, about + 1})
+            if (n >= 0 && n < limit && fits(n) && !fits(n + 1)) return n;
         if (!fits(0)) return -1;
         double low = 0, high = 1;
         for (; fits(high); low = high, high *= 2)

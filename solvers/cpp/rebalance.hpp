@@ -233,8 +233,9 @@ class Rebalance {
 
     int slowest() const {
         int slowest = 0;
+        double most = gpus_[0].time;
         for (int g = 1; g < choices_.gpus(); ++g)
-            if (gpus_[g].time > gpus_[slowest].time) slowest = g;
+            if (const double time = gpus_[g].time; time > most) most = time, slowest = g;
         return slowest;
     }
     void aim(double target) {
