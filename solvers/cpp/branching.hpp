@@ -63,6 +63,7 @@ class Branching {
         root.promised.assign(choices_.options(), 0.0);
         root.need.assign(choices_.experts(), 0);
         root.idle.assign(choices_.experts(), 0);
+        root.stale = {};
         root.free.resize(choices_.gpus());
         for (int g = 0; g < choices_.gpus(); ++g) {
             root.free[g] = static_cast<int>(choices_.on(g).size());
@@ -84,7 +85,7 @@ class Branching {
     static constexpr double kUnequal = -1;
 
   private:
-    static constexpr int kMostLaps = 16, kFlowWork = 3;
+    static constexpr int kMostLaps = 16, kFlowWork = 2, kPathWork = 6;
     // Not a char: a store to one may change any other object, so what was read would be read again.
     enum State : std::int16_t { kFree, kServes, kClosed };
     struct Node {
@@ -432,6 +433,7 @@ class Branching {
         };
         look();
         while (rest > 0) {
+            work_ += kPathWork;
             reached_ = {};
             queue_.clear();
             int end = -1;
@@ -454,7 +456,8 @@ class Branching {
                 }
             if (end < 0) {
                 const double by = std::ceil(rest / static_cast<double>(queue_.size()));
-                if (above_ <= 0 && above_ + by > 0) stuck_ = {e, rest, reached_, tokens_};
+                if (above_ <= 0 && above_ + by > 0)
+                    stuck_.expert = e, stuck_.rest = rest, stuck_.reached = reached_, stuck_.tokens = tokens_;
                 above_ += by;
                 if (!rises) return false;
                 for (double& r : room_) r += by;
@@ -505,7 +508,7 @@ class Branching {
     std::vector<double> least_taken_, room_of_, rooms_, activations_, room_, tokens_, wide_, leveled_;
     std::vector<char> open_, matched_;
     std::vector<std::int32_t> moved_, closed_;
-    std::vector<int> came_by_, queue_;  // the expert that came to a GPU, the GPUs reached
+    std::vector<int> came_by_, queue_;         // the expert that came to a GPU, the GPUs reached
     std::vector<GpuSet<W>> holders_, opened_;  // GPUs of each expert's options, and of those that are open
     GpuSet<W> reached_;
 };

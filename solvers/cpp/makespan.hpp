@@ -1,20 +1,24 @@
 // Least makespan under any objective: search and bounds, anytime.
 //
-//   1. Matching gives the fewest activations A*, flow the fewest tokens N* on the fullest GPU; with
-//      equal GPUs the times that need so many are bounds. Each answer, and one built by falling tokens
-//      (Rebalance::start) and improved a little, is priced. The first that meets the bound ends it.
-//   2. Rounds of attempts at targets. An attempt asks Branching whether a routing fits into the caps
-//      that the target time gives each GPU. No: the bound rises to the least time beyond the caps. Yes:
-//      a better routing. Unknown: what it had so far is completed and improved by Rebalance. A round
-//      tries the bound, then halves the distance between bound and makespan until a target stays unknown;
-//      above that it takes the next activation step, then halves the distance to the makespan. Every
-//      round has eight times the nodes and three times the links of the one before, and goes eight times
-//      as near.
+//   1. Matching gives the fewest activations A*, flow the fewest tokens N* on the fullest GPU; with equal GPUs the
+//      times that need so many are bounds. Each answer is priced, and so are the matching's routing and one built
+//      by falling tokens (Rebalance::start), both improved a little. The first that meets the bound ends it.
+//      Where evenly spread tokens would take well less time than A* does, flow has little to say and comes last.
+//   2. Attempts at targets. An attempt asks Branching whether a routing fits into the caps that the target time
+//      gives each GPU. No: the bound rises to the least time beyond the caps. Yes: a better routing. Unknown: what
+//      it had so far is completed and improved by Rebalance, and where all GPUs are equal also routed at its least
+//      level of tokens. The first target is an activation step above the bound: soon reached, and few gaps stay
+//      wide.
+//   3. Rounds. A round tries the bound, then halves the distance between bound and makespan until a target stays
+//      unknown, but for one try just below the makespan, which may be the least already; above what stays unknown
+//      it takes the next activation step, then halves the distance to the makespan. Every round has eight times
+//      the nodes and three times the links of the one before, and goes eight times as near.
 //
-// It ends when the makespan meets the bound or the work is done: links tried, and kOptionWork for every option
-// at every node. What is wide open after kFirstWork, by kWide, or by kNarrow and an activated replica's time, gets
-// kMoreWork times the work, up to kMuchWork: most problems stay quick and few keep a wide gap. Deterministic:
-// the work is counted, not timed. More work goes on where less has ended, so it never ends worse.
+// It ends when the makespan meets the bound or the work is done: links tried, what Branching counts, and a base by
+// the size, all in what a link takes, some 35 ns. What is wide open after kFirstWork, by kWide, or by kNarrow and
+// an activated replica's time, gets kMoreWork times the work, up to kMuchWork: most problems stay quick and few
+// keep a wide gap. Deterministic: the work is counted, not timed. More work goes on where less has ended, so it
+// never ends worse.
 #pragma once
 
 #include <algorithm>
@@ -75,16 +79,17 @@ class Makespan {
     bool in_certificate(int gpu) const { return certificate_.contains(gpu); }
 
   private:
-    static constexpr std::int64_t kGpuWork = 9, kNodeWork = 3, kStartLinks = 50, kNextLinks = 600, kFirstLinks = 1300;
-    static constexpr std::int64_t kFirstWork = 1800, kMoreWork = 70, kMuchWork = 120'000;
+    static constexpr std::int64_t kGpuWork = 11, kExpertWork = 3, kNodeWork = 3;  // the last for an option
+    static constexpr std::int64_t kFirstWork = 2000, kMoreWork = 60, kMuchWork = 120'000;
+    static constexpr std::int64_t kStartLinks = 50, kNextLinks = 600, kFirstLinks = 1300;
+    static constexpr double kLight = 0.95;                  // of the bound by matching
+    static constexpr double kNarrow = 0.02, kWide = 0.095;  // of the bound
     static constexpr double kClose = 3e-2;  // of the makespan: nearer targets are not tried in the first round
-    static constexpr int kSure = 2;
-    static constexpr double kLight = 0.95;  // of the bound by matching
-    static constexpr double kNarrow = 0.02, kWide = 0.09;  // of the bound
+    static constexpr int kSure = 2;         // targets decided before the one just below the makespan
 
     template <class Search>
     void run(Search& search, std::int64_t max_work, bool light) {
-        work_ = kGpuWork * layer_->gpus;
+        work_ = kGpuWork * layer_->filled_gpus + kExpertWork * choices_.experts();
         const std::int64_t before = search.work();
         std::int64_t most = std::min(max_work, kFirstWork);
         const auto left = [&] {
@@ -106,7 +111,6 @@ class Makespan {
         if (met()) return;
         if (light) balance();
         branching_.read();
-        // An activation step too many is soon found out, and a wide gap.
         if (const double next = next_activation(bound_); !met() && left() > node_work() && makespan_ > next)
             attempt(search, next, 1, kNextLinks, left);
         std::int64_t nodes = 1, links = kFirstLinks;
@@ -125,7 +129,7 @@ class Makespan {
         record(search);
     }
 
-    // At most, as a rule, of a node of the branching.
+    // What a node of the branching takes at least, once it routes.
     std::int64_t node_work() const { return kNodeWork * choices_.options(); }
 
     // The fewest tokens on the fullest GPU: a bound, and a routing.
@@ -162,7 +166,7 @@ class Makespan {
             raise((gpus * p.offset + shared) / speed * kBelow, Proof::count);
         }
     }
-    // Were all GPUs given as many tokens.
+    // Of a GPU, were tokens spread evenly.
     double even_time(const Matching<W>& matching) const {
         double tokens = 0;
         for (int g = 0; g < layer_->gpus; ++g) tokens += load_of(matching.fill(g)).tokens;

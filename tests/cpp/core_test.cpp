@@ -796,6 +796,7 @@ void test_branching(Random& random) {
             check(split || is_whole(p, routed), "what fits is whole where it must be");
         };
         Branching<1> branching(choices);
+        branching.read();
         Completion completion(choices);
         for (const std::int64_t nodes : {1, 4, 1000}) {
             const Verdict verdict = branching.decide(left, price.split, nodes);
