@@ -1,0 +1,194 @@
+"""Whether a routing fits into caps, by the sets of whole experts that each GPU can serve.
+
+For where few activations are to spare, so that few experts can be split. With n[g] the tokens and
+f[g] the replicas that GPU g has room for, and `spare` the replicas that all of them have room for
+beyond one of every expert, a GPU serves one *pattern*: a set W of whole experts, of t[W] tokens,
+and r parts of others. The program is set partitioning; w[e,g] stands for the sum of v over the
+patterns of g with e in W::
+
+    find       v[g,W,r] binary          which pattern a GPU serves
+               z[e] binary              whether an expert is split
+               q[e,g] binary            whether a GPU serves a part of an expert
+               x[e,g] >= 0 integer      and how many tokens
+    subject to Σ v[g,W,r] = 1,  Σ_e q[e,g] = Σ r v[g,W,r]                 for every GPU
+               Σ_g w[e,g] + z[e] = 1,  Σ_g x[e,g] = T[e] z[e]             for every expert
+               Σ_g q[e,g] >= 2 z[e]                                       for every expert
+               q[e,g] <= z[e],  x[e,g] <= (T[e] - 1) q[e,g]               for every pair
+               Σ q - Σ z <= spare
+               Σ_e x[e,g] <= Σ_(r > 0) (n[g] - t[W]) v[g,W,r]             for every GPU
+               x[e,g] <= Σ_(r > 0, e not in W) (n[g] - t[W]) v[g,W,r]     for every pair
+
+What a GPU has room for and does not activate is not there to split, and all together may stay below
+their tokens by the slack, Σ n - Σ T: patterns that waste more are left out. The linear relaxation
+then refutes most caps that are too tight, where that of `eplb_opt.routers.exact`, in which experts
+split freely, refutes few.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb_opt.engines import EngineError, Rows, new_highs, seconds_left
+from eplb_opt.routers.exact import NOTHING, Found, Program
+
+if TYPE_CHECKING:
+    import highspy
+
+MOST_SETS = 1 << 17
+"""Sets of experts, over all GPUs, that are looked at: a problem of more is left alone."""
+
+
+def fit(program: Program, deadline: float, *, relaxed: bool = False) -> Found:
+    """Find any answer within `Program.most` tokens on a GPU, or prove that there is none.
+
+    Parameters
+    ----------
+    program
+        Whose times are tokens, with `most_activated`.
+    deadline
+        See `seconds_left`.
+    relaxed
+        Solve the linear relaxation, which only refutes: at once, where that can.
+
+    Notes
+    -----
+    Presolve in HiGHS 1.16 is off: see `eplb_opt.routers.highs.solve`.
+    """
+    from highspy import HighsModelStatus, SolutionStatus
+
+    most = program.activation_room()
+    if np.exp2(np.bincount(program.gpu)).sum() > MOST_SETS:
+        return NOTHING
+    refuted = Found(None, program.most + 1)
+    spare = int(most.sum() - program.live.size)
+    room = program.token_room()
+    slack = int(room.sum() - program.tokens.sum())
+    if spare < 0 or slack < 0:
+        return refuted
+    patterns = _Patterns.of(program, most, room, spare, slack)
+    if len(np.unique(patterns.gpu)) < len(program.busy):
+        return refuted
+    engine = new_highs("off", seconds_left(deadline))
+    engine.passModel(_model(program, patterns, room, spare, relaxed))
+    engine.run()
+    status = engine.getModelStatus()
+    if status == HighsModelStatus.kInfeasible:
+        return refuted
+    if status not in (HighsModelStatus.kOptimal, HighsModelStatus.kTimeLimit):
+        raise EngineError(f"it ended with the status {engine.modelStatusToString(status)!r}")
+    found = engine.getInfo().primal_solution_status == SolutionStatus.kSolutionStatusFeasible
+    if relaxed or not found:
+        return NOTHING
+    values = np.asarray(engine.getSolution().col_value)
+    pairs = len(program.gpu)
+    whole = np.zeros(pairs)
+    np.add.at(whole, patterns.pair, np.rint(values[-len(patterns.gpu) :])[patterns.pattern])
+    return Found(values[:pairs] + whole * program.tokens[program.expert], -np.inf)
+
+
+class _Patterns(NamedTuple):
+    """The patterns of all GPUs.
+
+    Attributes
+    ----------
+    gpu, parts, left
+        Int64 ``[patterns]``: the GPU, r, and n - t[W].
+    pattern, pair
+        Int64 ``[members]``: the pairs of a pattern's whole experts.
+    beside, other
+        Int64 ``[others]``: the other pairs of its GPU, of a pattern with parts.
+    """
+
+    gpu: NDArray[np.int64]
+    parts: NDArray[np.int64]
+    left: NDArray[np.int64]
+    pattern: NDArray[np.int64]
+    pair: NDArray[np.int64]
+    beside: NDArray[np.int64]
+    other: NDArray[np.int64]
+
+    @classmethod
+    def of(
+        cls,
+        program: Program,
+        most: NDArray[np.int64],
+        room: NDArray[np.int64],
+        spare: int,
+        slack: int,
+    ) -> _Patterns:
+        """Return the patterns within rooms for replicas and tokens, int64 ``[gpus]``."""
+        tables: list[tuple[NDArray[np.int64], ...]] = []
+        count = 0
+        for gpu in program.busy.tolist():
+            pairs = np.flatnonzero(program.gpu == gpu)
+            tokens = program.tokens[program.expert[pairs]]
+            order = np.argsort(-tokens, kind="stable")
+            pairs, tokens = pairs[order], tokens[order]
+            sets = np.arange(1 << len(pairs))
+            inside = sets[:, None] >> np.arange(len(pairs)) & 1
+            size, left = inside.sum(axis=1), room[gpu] - inside @ tokens
+            rank = np.cumsum(1 - inside, axis=1)
+            for parts in range(spare + 1):
+                # The most that parts can have is all of the largest other experts but a token each.
+                largest = (1 - inside) * (rank <= parts)
+                wasted = left - largest @ (tokens - 1)
+                idle = most[gpu] - size - parts
+                keep = (idle >= 0) & (idle <= spare - (parts > 0)) & (left >= parts)
+                keep &= (wasted <= slack) & (rank[:, -1] >= parts)
+                at, member = np.nonzero(inside[keep])
+                beside, other = np.nonzero((1 - inside[keep]) * (parts > 0))
+                kept = left[keep]
+                same = np.full_like(kept, gpu), np.full_like(kept, parts), kept
+                tables.append(
+                    (*same, count + at, pairs[member], count + beside, pairs[other])
+                )
+                count += len(kept)
+        return cls(*map(np.concatenate, zip(*tables, strict=True)))
+
+
+def _model(
+    program: Program,
+    patterns: _Patterns,
+    room: NDArray[np.int64],
+    spare: int,
+    relaxed: bool,
+) -> highspy.HighsLp:
+    """State the program by rows: its columns are x, q, z and v."""
+    import highspy
+
+    expert, tokens = program.expert, program.tokens
+    pairs, experts = np.arange(len(expert)), np.arange(len(tokens))
+    x, q, z = pairs, pairs + len(pairs), experts + 2 * len(pairs)
+    v = 2 * len(pairs) + len(experts) + np.arange(len(patterns.gpu))
+    part = np.minimum(tokens[expert] - 1, room[program.gpu])
+    gpu, of_gpu = (np.searchsorted(program.busy, of) for of in (program.gpu, patterns.gpu))
+    left = patterns.left * (patterns.parts > 0)
+    split = left[patterns.beside]
+
+    rows = Rows()
+    none, no_less = np.zeros(len(program.busy)), np.full(len(pairs), -np.inf)
+    rows.add(none + 1, 1, (of_gpu, v, 1))
+    rows.add(none, 0, (gpu, q, 1), (of_gpu, v, -patterns.parts))
+    rows.add(none - np.inf, 0, (gpu, x, 1), (of_gpu, v, -left))
+    whole = expert[patterns.pair], v[patterns.pattern], 1
+    rows.add(np.ones(len(experts)), 1, whole, (experts, z, 1))
+    rows.add(np.zeros(len(experts)), 0, (expert, x, 1), (experts, z, -tokens))
+    rows.add(np.zeros(len(experts)), np.inf, (expert, q, 1), (experts, z, -2))
+    rows.add(no_less, 0, (pairs, q, 1), (pairs, z[expert], -1))
+    rows.add(no_less, 0, (pairs, x, 1), (pairs, q, -part))
+    rows.add(no_less, 0, (pairs, x, 1), (patterns.other, v[patterns.beside], -split))
+    rows.add(-np.inf, spare, (0, q, 1), (0, z, -1))
+
+    lp = highspy.HighsLp()
+    lp.num_col_ = 2 * len(pairs) + len(experts) + len(v)
+    lp.col_cost_ = np.zeros(lp.num_col_)
+    upper = np.ones(lp.num_col_)
+    upper[x] = part
+    lp.col_lower_, lp.col_upper_ = np.zeros(lp.num_col_), upper
+    rows.finish(lp)
+    if not relaxed:
+        lp.integrality_ = [highspy.HighsVarType.kInteger] * lp.num_col_
+    return lp
