@@ -18,7 +18,7 @@ from eplb_opt.engines import EngineError, at_a_time, installed, seconds_left
 from eplb_opt.objective import Objective, Piece
 from eplb_opt.placement import Placement
 from eplb_opt.pricing import core_pricing
-from eplb_opt.routers import cp_sat, highs
+from eplb_opt.routers import cp_sat, highs, patterns
 from eplb_opt.routers.base import Context, RoutingMethod, Solve, Traits
 from eplb_opt.routers.exact import (
     NOTHING,
@@ -235,10 +235,14 @@ def _attempts(program: Program, core: _Core) -> Iterator[_Attempt]:
             yield _Attempt(1 / 4, Proof.NONE, partial(_refined, program, core))
             fill = partial(_filled, program, core)
             yield _Attempt(1 / 4, Proof.BRANCHING, partial(_bisected, program, fill))
+            if len(objective.linear) == 2 and installed("highspy"):
+                for relaxed in (True, False):
+                    ask = partial(_fitted, program, partial(patterns.fit, relaxed=relaxed))
+                    yield _Attempt(1 / 2, Proof.HIGHS, partial(_refuted, program, ask))
         shares: tuple[float, ...] = (1 / 8, 2 / 3, 1 / 4, 1.0)
         engines = [
             (Proof.HIGHS, partial(_asked, program, _fewest_tokens, highs.solve), "highspy"),
-            (Proof.CP_SAT, partial(_bisected, program, partial(_fitted, program)), "ortools"),
+            (Proof.CP_SAT, partial(_bisected, program, partial(_fitted, program, cp_sat.fit)), "ortools"),
         ]
     else:
         # Of the whole program CP-SAT mostly finds the better answers and bounds; and it alone takes
@@ -288,6 +292,24 @@ def _bisected(program: Program, fit: Fit, proof: Proof, known: _Known, until: fl
     return known
 
 
+def _refuted(program: Program, fit: Fit, proof: Proof, known: _Known, until: float) -> _Known:
+    """Ask for less than the makespan in hand, then halve the distance of what fails to the bound.
+
+    Fails is what is neither met nor refuted in half of the time that is left.
+    """
+    token = max(piece.token for piece in program.objective.linear)
+    target = missed = known.makespan * BELOW
+    while known.is_open and seconds_left(until) > 0:
+        found = fit(known, target, time.monotonic() + seconds_left(until) / 2)
+        before, known = known, known.joined(program, found, min(found.bound, known.makespan), proof)
+        missed = min(missed if known.bound > before.bound else target, known.makespan * BELOW)
+        # Between two numbers of tokens there is nothing to ask.
+        if missed - known.bound < token:
+            break
+        target = (known.bound + missed) / 2
+    return known
+
+
 def _filled(program: Program, core: _Core, known: _Known, target: float, until: float) -> Found:
     """Fill GPU after GPU with whole experts."""
     routed = program.routed(known.taken).reshape(-1)
@@ -298,10 +320,16 @@ def _filled(program: Program, core: _Core, known: _Known, target: float, until: 
     return NOTHING if fits is None else Found(None, math.nextafter(target, math.inf))
 
 
-def _fitted(program: Program, known: _Known, target: float, until: float) -> Found:
-    """Ask CP-SAT."""
+def _fitted(
+    program: Program,
+    engine: Callable[[Program, float], Found],
+    known: _Known,
+    target: float,
+    until: float,
+) -> Found:
+    """Ask an engine for any answer."""
     question = _within(program, target)
-    found = cp_sat.fit(question, until)
+    found = engine(question, until)
     refuted = found.bound > question.most
     return found._replace(bound=math.nextafter(target, math.inf) if refuted else -math.inf)
 

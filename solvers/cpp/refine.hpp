@@ -1,11 +1,13 @@
 // A routing made better by simulated annealing: for where no activation is to spare and tokens must
 // balance, so that chains of moves that gain (see Rebalance) come to an end early.
 //
-// What is annealed is the overflow, the GPUs' times above a target just below the best makespan so far,
-// summed. A step is a chain of random links, each of which moves an expert's tokens, or a part of them,
-// off a GPU to another of its options; the chain goes on from the GPU that was given to until it leaves no more
-// overflow than the temperature allows, and is undone after five links. The temperature falls to zero
-// over the work. Deterministic for a number and a count of work, in links.
+// What is annealed is the overflow, summed over the GPUs: the tokens above the cap of a target just
+// below the best makespan so far, or, if more, the activated replicas above theirs, each of which
+// counts as a tenth of the cap's tokens, however little time it takes beyond the target. A step is a chain of
+// random links, each of which moves an expert's tokens, or a part of them, off a GPU to another of its options;
+// the chain goes on from the GPU that was given to until it leaves no more overflow than the temperature allows,
+// and is undone after five links. The temperature falls to zero over the work. Deterministic for a number and a
+// count of work, in links.
 #pragma once
 
 #include <algorithm>
@@ -15,20 +17,16 @@
 #include <vector>
 
 #include "choices.hpp"
-#include "rebalance.hpp"
+#include "pricing.hpp"
 #include "xorshift.hpp"
 
 namespace eplb {
 
-// Of an objective that is `simple`.
+// Of an objective that is `simple` and not `mixed`.
 class Refinement {
   public:
     Refinement(const Choices& choices, const Pricing& pricing, std::uint64_t number)
-        : choices_(choices),
-          split_(pricing.split()),
-          random_(Xorshift::kSeed * (2 * number + 1)) {  // odd, so not 0
-        price_.bind(pricing);
-    }
+        : choices_(choices), pricing_(pricing), random_(Xorshift::kSeed * (2 * number + 1)) {}  // odd, so not 0
 
     // Starts from tokens by option that serve all, and ends with others that are not slower.
     void improve(std::vector<double>& tokens, std::int64_t max_work) {
@@ -38,39 +36,49 @@ class Refinement {
     }
 
   private:
+    struct Gpu {
+        double activated, tokens, over;
+    };
     struct Link {
         std::int32_t from, to;
         double tokens;
     };
     static constexpr double kLess = 1 - 1e-9;
-    static constexpr double kHeat = 6e-3;  // of the target: what a chain may add at first, about
+    // Of the cap's tokens: a replica too many, and what a chain may add at first, about.
+    static constexpr double kReplica = 0.1, kHeat = 6e-3;
     static constexpr int kMostLinks = 5, kTries = 8;
 
     void start(const std::vector<double>& tokens) {
         tokens_ = tokens;
         gpus_.resize(choices_.gpus());
         for (int g = 0; g < choices_.gpus(); ++g) {
-            SimplePrice::set(gpus_[g], choices_.fixed(g));
-            for (const std::int32_t o : choices_.on(g)) SimplePrice::change(gpus_[g], 0, tokens_[o]);
+            gpus_[g] = {choices_.fixed(g).activated, choices_.fixed(g).tokens, 0};
+            for (const std::int32_t o : choices_.on(g)) change(gpus_[g], 0, tokens_[o]);
         }
-        aim(0);
+    }
+    static void change(Gpu& gpu, double before, double after) {
+        gpu.activated += (after > 0 ? 1.0 : 0.0) - (before > 0 ? 1.0 : 0.0);
+        gpu.tokens += after - before;
     }
     void aim(double target) {
-        price_.aim(target);
-        for (int g = 0; g < choices_.gpus(); ++g) price_.settle(g, gpus_[g]);
+        caps_ = pricing_.caps(0, target), replica_ = kReplica * std::max(1.0, caps_.tokens);
+        for (Gpu& gpu : gpus_) settle(gpu);
+    }
+    void settle(Gpu& gpu) const {
+        gpu.over = std::max({0.0, gpu.tokens - caps_.tokens, replica_ * (gpu.activated - caps_.activated)});
     }
     double makespan() const {
         double most = 0;
-        for (const SimplePrice::Gpu& gpu : gpus_) most = std::max(most, gpu.time);
+        for (const Gpu& gpu : gpus_) most = std::max(most, pricing_.time(0, {gpu.activated, 0, gpu.tokens, 0}));
         return most;
     }
     bool met() const {
-        return std::all_of(gpus_.begin(), gpus_.end(), [](const SimplePrice::Gpu& gpu) { return gpu.over == 0; });
+        return std::all_of(gpus_.begin(), gpus_.end(), [](const Gpu& gpu) { return gpu.over == 0; });
     }
     // Whether the target is met.
     bool anneal(double target, std::int64_t links, std::int64_t& work) {
         aim(target);
-        const double heat = kHeat * target / static_cast<double>(links);
+        const double heat = kHeat * caps_.tokens / static_cast<double>(links);
         for (const std::int64_t end = work + links; work < end;)
             if (chain(heat * static_cast<double>(end - work) * exponential(), work) && met()) return true;
         return false;
@@ -111,19 +119,21 @@ class Refinement {
         std::int32_t to = first + static_cast<std::int32_t>(random(last - first - 1));
         to += to >= from;
         const double x = tokens_[from];
-        if (!split_ || x == 0 || random(4) == 0) return {from, to, x};
+        if (!pricing_.split() || x == 0 || random(4) == 0) return {from, to, x};
         // A part goes where it fits or where tokens of the expert are already.
-        const int there = choices_.option(to).gpu;
-        const double fits = price_.room(there, gpus_[there], tokens_[to], x);
-        const double part = price_.excess(gpu, gpus_[gpu], x);
+        const Gpu &here = gpus_[gpu], &there = gpus_[choices_.option(to).gpu];
+        const bool full = tokens_[to] == 0 && there.activated >= caps_.activated;
+        const double fits = full ? 0 : std::clamp(caps_.tokens - there.tokens, 0.0, x);
+        const bool all = here.activated > caps_.activated;
+        const double part = all ? x : std::clamp(here.tokens - caps_.tokens, 0.0, x);
         if (part > 0 && (fits > 0 || tokens_[to] > 0) && random(3) > 0) return {from, to, part};
         return {from, to, fits > 0 ? fits : x};
     }
     void give(std::int32_t o, double amount) {
-        const int g = choices_.option(o).gpu;
-        SimplePrice::change(gpus_[g], tokens_[o], tokens_[o] + amount);
+        Gpu& gpu = gpus_[choices_.option(o).gpu];
+        change(gpu, tokens_[o], tokens_[o] + amount);
         tokens_[o] += amount;
-        price_.settle(g, gpus_[g]);
+        settle(gpu);
     }
 
     int random(std::uint32_t limit) { return static_cast<int>(random_.below(limit)); }
@@ -134,11 +144,12 @@ class Refinement {
     }
 
     const Choices& choices_;
-    SimplePrice price_;
-    bool split_;
+    const Pricing& pricing_;
     Xorshift random_;
+    Caps caps_{};
+    double replica_ = 0;
     std::vector<double> tokens_;
-    std::vector<SimplePrice::Gpu> gpus_;
+    std::vector<Gpu> gpus_;
 };
 
 // `routed` serves the tokens, and still does if nothing better is found. Another number draws other links.

@@ -594,7 +594,7 @@ Found check_makespan(Solvers& solvers, const Problem& p, const Price& price, std
     check(found.proved_by != Proof::none, "a bound is proven by someone");
     check(!certified || found.proved_by == Proof::matching || found.proved_by == Proof::flow,
           "only matching and flow give certificates");
-    if (price.pricing().simple()) check_refined(p, price, found);
+    if (price.pricing().simple() && !price.pricing().mixed()) check_refined(p, price, found);
     if (certified && price.curve.empty()) {
         const Pricing pricing = price.pricing();
         const bool activations = found.proved_by == Proof::matching;
