@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 WORK = 100_000
 """Of the search."""
 
-TURNS, TURN = 8, 1_000_000
+TURNS, TURN = 12, 1_000_000
 """Times that an answer is annealed, and links each time: some 100 ms."""
 
 NODES, NODES_A_SECOND = 10_000_000, 1e7

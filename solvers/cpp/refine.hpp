@@ -26,7 +26,10 @@ namespace eplb {
 class Refinement {
   public:
     Refinement(const Choices& choices, const Pricing& pricing, std::uint64_t number)
-        : choices_(choices), pricing_(pricing), random_(Xorshift::kSeed * (2 * number + 1)) {}  // odd, so not 0
+        : choices_(choices),
+          pricing_(pricing),
+          heat_(kHeat / static_cast<double>(1 << number % kHeats)),
+          random_(Xorshift::kSeed * (2 * number + 1)) {}  // odd, so not 0
 
     // Starts from tokens by option that serve all, and ends with others that are not slower.
     void improve(std::vector<double>& tokens, std::int64_t max_work) {
@@ -44,9 +47,10 @@ class Refinement {
         double tokens;
     };
     static constexpr double kLess = 1 - 1e-9;
-    // Of the cap's tokens: a replica too many, and what a chain may add at first, about.
-    static constexpr double kReplica = 0.1, kHeat = 6e-3;
-    static constexpr int kMostLinks = 5, kTries = 8;
+    // Of the cap's tokens: a replica too many, and what a chain may add at first, about. Half of that
+    // for the next number, and so on, as some problems want more and some less.
+    static constexpr double kReplica = 0.1, kHeat = 2e-2;
+    static constexpr int kHeats = 4, kMostLinks = 5, kTries = 8;
 
     void start(const std::vector<double>& tokens) {
         tokens_ = tokens;
@@ -78,7 +82,7 @@ class Refinement {
     // Whether the target is met.
     bool anneal(double target, std::int64_t links, std::int64_t& work) {
         aim(target);
-        const double heat = kHeat * caps_.tokens / static_cast<double>(links);
+        const double heat = heat_ * caps_.tokens / static_cast<double>(links);
         for (const std::int64_t end = work + links; work < end;)
             if (chain(heat * static_cast<double>(end - work) * exponential(), work) && met()) return true;
         return false;
@@ -145,6 +149,7 @@ class Refinement {
 
     const Choices& choices_;
     const Pricing& pricing_;
+    double heat_;
     Xorshift random_;
     Caps caps_{};
     double replica_ = 0;
