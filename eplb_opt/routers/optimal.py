@@ -67,7 +67,9 @@ class Optimal:
     activated replicas and so many tokens. The answer is annealed; then less than the makespan in
     hand is the target, and then what lies halfway to the bound. Each is met or refuted, by filling
     GPU after GPU with whole experts, which is quick where no activation is to spare, and by CP-SAT.
-    HiGHS is asked for the fewest tokens, which it finds where much can be split.
+    Where few are, the sets of experts that a GPU can serve often refute it, in a linear program
+    (`eplb_opt.routers.patterns`). HiGHS is asked for the fewest tokens, which it finds where much
+    can be split.
 
     Parameters
     ----------
@@ -235,14 +237,14 @@ def _attempts(program: Program, core: _Core) -> Iterator[_Attempt]:
             yield _Attempt(1 / 4, Proof.NONE, partial(_refined, program, core))
             fill = partial(_filled, program, core)
             yield _Attempt(1 / 4, Proof.BRANCHING, partial(_bisected, program, fill))
-            if len(objective.linear) == 2 and installed("highspy"):
-                for relaxed in (True, False):
-                    ask = partial(_fitted, program, partial(patterns.fit, relaxed=relaxed))
-                    yield _Attempt(1 / 2, Proof.HIGHS, partial(_refuted, program, ask))
+            if any(piece.activation for piece in objective.linear) and installed("highspy"):
+                refute = partial(_fitted, program, patterns.refute)
+                yield _Attempt(1 / 4, Proof.HIGHS, partial(_refuted, program, refute))
         shares: tuple[float, ...] = (1 / 8, 2 / 3, 1 / 4, 1.0)
+        fit = partial(_fitted, program, cp_sat.fit)
         engines = [
             (Proof.HIGHS, partial(_asked, program, _fewest_tokens, highs.solve), "highspy"),
-            (Proof.CP_SAT, partial(_bisected, program, partial(_fitted, program, cp_sat.fit)), "ortools"),
+            (Proof.CP_SAT, partial(_bisected, program, fit), "ortools"),
         ]
     else:
         # Of the whole program CP-SAT mostly finds the better answers and bounds; and it alone takes
@@ -295,14 +297,15 @@ def _bisected(program: Program, fit: Fit, proof: Proof, known: _Known, until: fl
 def _refuted(program: Program, fit: Fit, proof: Proof, known: _Known, until: float) -> _Known:
     """Ask for less than the makespan in hand, then halve the distance of what fails to the bound.
 
-    Fails is what is neither met nor refuted in half of the time that is left.
+    What fails is a target that is not refuted in half of the time that is left.
     """
     token = max(piece.token for piece in program.objective.linear)
     target = missed = known.makespan * BELOW
     while known.is_open and seconds_left(until) > 0:
         found = fit(known, target, time.monotonic() + seconds_left(until) / 2)
-        before, known = known, known.joined(program, found, min(found.bound, known.makespan), proof)
-        missed = min(missed if known.bound > before.bound else target, known.makespan * BELOW)
+        before, known = known, known.joined(program, found, found.bound, proof)
+        if known is before:
+            missed = target
         # Between two numbers of tokens there is nothing to ask.
         if missed - known.bound < token:
             break
