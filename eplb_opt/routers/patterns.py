@@ -18,8 +18,9 @@ with e in W::
                Σ_e x[e,g] <= Σ_(r > 0) (n[g] - t[W]) v[g,W,r]             for every GPU
                x[e,g] <= Σ_(r > 0, e not in W) (n[g] - t[W]) v[g,W,r]     for every pair
 
-What a GPU has room for and does not activate is not there to split, and all together may stay below
-their tokens by the slack, Σ n - Σ T: patterns that waste more are left out. Without integers, as it
+Every part is of another expert, and takes one of what is to spare, as does what a GPU has room for
+and does not activate; and all GPUs together may stay below their tokens by the slack, Σ n - Σ T:
+patterns that need more of either are left out. Without integers, as it
 is solved here, it refutes most caps that are too tight, in a tenth of a second; the relaxation of
 `eplb_opt.routers.exact`, in which experts split freely, refutes few. With integers it would decide,
 and takes HiGHS minutes.
@@ -38,8 +39,8 @@ from eplb_opt.routers.exact import NOTHING, Found, Program
 if TYPE_CHECKING:
     import highspy
 
-MOST_SETS = 1 << 15
-"""Sets of experts, over all GPUs, that are looked at: a problem of more is left alone."""
+MOST_SETS = 1 << 17
+"""Sets of experts, with so many parts, that are looked at: a problem of more is left alone."""
 
 
 def refute(program: Program, deadline: float) -> Found:
@@ -63,10 +64,10 @@ def refute(program: Program, deadline: float) -> Found:
     """
     from highspy import HighsModelStatus
 
-    if np.exp2(np.bincount(program.gpu)).sum() > MOST_SETS:
-        return NOTHING
     most, room = program.activation_room(), program.token_room()
     spare = int(most[program.busy].sum()) - program.live.size
+    if np.exp2(np.bincount(program.gpu)).sum() * (spare + 1) > MOST_SETS:
+        return NOTHING
     slack = int(room[program.busy].sum() - program.tokens.sum())
     refuted = Found(None, program.most + 1)
     if spare < 0 or slack < 0:
@@ -127,7 +128,7 @@ class _Patterns(NamedTuple):
                 largest = (1 - inside) * (rank <= parts)
                 wasted = left - largest @ (tokens - 1)
                 idle = most[gpu] - size - parts
-                keep = (idle >= 0) & (idle <= spare - (parts > 0)) & (left >= parts)
+                keep = (idle >= 0) & (idle <= spare - parts) & (left >= parts)
                 keep &= (wasted <= slack) & (rank[:, -1] >= parts)
                 at, member = np.nonzero(inside[keep])
                 beside, other = np.nonzero((1 - inside[keep]) * (parts > 0))
@@ -151,9 +152,11 @@ def _model(
     pairs, experts = np.arange(len(expert)), np.arange(len(tokens))
     x, q, z = pairs, pairs + len(pairs), experts + 2 * len(pairs)
     v = 2 * len(pairs) + len(experts) + np.arange(len(patterns.gpu))
-    part = np.minimum(tokens[expert] - 1, room[program.gpu])
+    # In the room of the roomiest GPU, so that the engine's tolerance is far below a token.
+    unit = max(1, int(room.max()))
+    part = np.minimum(tokens[expert] - 1, room[program.gpu]) / unit
     gpu, of_gpu = (np.searchsorted(program.busy, of) for of in (program.gpu, patterns.gpu))
-    left = patterns.left * (patterns.parts > 0)
+    left = patterns.left * (patterns.parts > 0) / unit
     split = left[patterns.beside]
 
     rows = Rows()
@@ -163,7 +166,7 @@ def _model(
     rows.add(none - np.inf, 0, (gpu, x, 1), (of_gpu, v, -left))
     whole = expert[patterns.pair], v[patterns.pattern], 1
     rows.add(np.ones(len(experts)), 1, whole, (experts, z, 1))
-    rows.add(np.zeros(len(experts)), 0, (expert, x, 1), (experts, z, -tokens))
+    rows.add(np.zeros(len(experts)), 0, (expert, x, 1), (experts, z, -tokens / unit))
     rows.add(np.zeros(len(experts)), np.inf, (expert, q, 1), (experts, z, -2))
     rows.add(no_less, 0, (pairs, q, 1), (pairs, z[expert], -1))
     rows.add(no_less, 0, (pairs, x, 1), (pairs, q, -part))
