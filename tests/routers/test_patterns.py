@@ -31,7 +31,7 @@ def test_refutes_what_is_impossible() -> None:
         rng = np.random.default_rng(seed)
         slots = rng.permutation(np.concatenate([np.arange(6), rng.integers(-1, 6, 6)]))
         problem = Problem(Placement(slots.reshape(4, 3), 6), rng.integers(0, 10, 6))
-        objective = Objective(pieces=(Piece(activation=rng.integers(3, 7)), Piece(token=1)))
+        objective = Objective(pieces=(Piece(activation=int(rng.integers(3, 7))), Piece(token=1)))
         smallest = float(optimal_makespan(problem.placement, problem.tokens, objective))
         for target in range(3, int(smallest) + 3):
             asked = question(problem, objective, target)
