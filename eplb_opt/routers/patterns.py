@@ -21,9 +21,9 @@ with e in W::
 Every part is of another expert, and takes one of what is to spare, as does what a GPU has room for
 and does not activate; and all GPUs together may stay below their tokens by the slack, Σ n - Σ T:
 patterns that need more of either are left out. Without integers, as it
-is solved here, it refutes most caps that are too tight, in a tenth of a second; the relaxation of
-`eplb_opt.routers.exact`, in which experts split freely, refutes few. With integers it would decide,
-and takes HiGHS minutes.
+is solved here, it refutes most caps that are too tight, in tenths of a second; the relaxation of
+`eplb_opt.routers.exact`, in which experts split freely, refutes few. With integers it decides,
+and mostly takes HiGHS ten seconds and more.
 """
 
 from __future__ import annotations
