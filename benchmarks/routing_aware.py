@@ -10,13 +10,15 @@ popularity of `Workload.preset`. Batches are drawn anew from the loads, token by
 with the proven fewest activations. Printed in Markdown: mean makespans over layers and held-out
 batches, and the closure, (EPLB - ours) / (EPLB - floor), where a batch's floor is its live experts
 over the GPUs, rounded up. The bound holds for placements with equally many single-copy experts per
-GPU, see `least_above_floor`.
+GPU, see `least_above_floor`. Recorded tokens are also placed by fewer and by more generations, see
+`by_generations`.
 """
 
 from __future__ import annotations
 
 import platform
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -41,6 +43,7 @@ TARGETS = {
     (32, 128, 128): 0.97,
 }
 ROUTES_TARGET = 0.80
+DRAWS = 8
 TOP_K = 8
 RECORDED = Path(__file__).resolve().parents[2] / "shared/data/sglang_deepseek_v3"
 
@@ -150,15 +153,16 @@ def by_routes(file: Path, layers: int | None) -> None:
     ids = trace.batches(trace.num_tokens)[0].transpose(1, 0, 2)  # [tokens, layers, k]
     chosen = pick(ids.shape[1], layers)
     names = np.unique(generation)
-    unseen = np.isin(generation, names[len(names) // 2 :])
-    parts = [in_runs(ids[mask][:, chosen], 32) for mask in (~unseen, unseen)]
-    seen, held_out = (count_tokens(part, 32) for part in parts)
-    eplb = eo.solve_placement(seen.sum(axis=0), num_gpus=8, slots_per_gpu=5).placement
+
+    def runs_of(these: NDArray[np.generic]) -> NDArray[np.int64]:
+        return count_tokens(in_runs(ids[np.isin(generation, these)][:, chosen], 32), 32)
+
+    seen, held_out = runs_of(names[: len(names) // 2]), runs_of(names[len(names) // 2 :])
     start = time.process_time()
-    ours = eo.solve_placement(seen, num_gpus=8, slots_per_gpu=5, method="routing-aware").placement
+    ours = placed(seen, "routing-aware")
     spent = 1e3 * (time.process_time() - start) / len(chosen)
     floor = float(floor_of(held_out, 8).mean())
-    old, new = makespan(eplb, held_out), makespan(ours, held_out)
+    old, new = makespan(placed(seen, "deepseek"), held_out), makespan(ours, held_out)
     print(
         "\n| recorded tokens | batches seen, unseen | floor | EPLB | ours | closure | target "
         "| ms a layer |"
@@ -168,6 +172,42 @@ def by_routes(file: Path, layers: int | None) -> None:
         f"| EP8, 8 redundant | {len(seen)}, {len(held_out)} | {floor:.3f} | {old:.3f} | {new:.3f} "
         f"| {closure(old, new, floor):.3f} | {ROUTES_TARGET:.2f} | {spent:.0f} |"
     )
+    by_generations(names, runs_of)
+
+
+def by_generations(
+    names: NDArray[np.generic], runs_of: Callable[[NDArray[np.generic]], NDArray[np.int64]]
+) -> None:
+    """Print what it is worth to see more generations, judged on an eighth that is drawn anew.
+
+    Last, what it is worth to have seen the judged ones: of all batches an eighth is judged, drawn
+    anew too, and placed by the others.
+    """
+    rng = np.random.default_rng(0)
+    eighth = len(names) // 8
+    counts = [eighth // 2, eighth, 2 * eighth, 4 * eighth, len(names) - eighth]
+    sums = np.zeros((len(counts) + 1, 3))  # EPLB, ours, floor
+    for _ in range(DRAWS):
+        drawn = rng.permutation(names)
+        held_out = runs_of(drawn[:eighth])
+        trials = [(runs_of(drawn[eighth : eighth + count]), held_out) for count in counts]
+        shuffled = rng.permutation(runs_of(names))
+        trials.append((shuffled[len(shuffled) // 8 :], shuffled[: len(shuffled) // 8]))
+        for (seen, unseen), row in zip(trials, sums, strict=True):
+            row += [
+                makespan(placed(seen, "deepseek"), unseen),
+                makespan(placed(seen, "routing-aware"), unseen),
+                float(floor_of(unseen, 8).mean()),
+            ]
+    print(f"\n| generations seen | {' | '.join(map(str, counts))} | those judged |")
+    print("|---" * (len(sums) + 1) + "|")
+    print(f"| closure | {' | '.join(f'{closure(*row):.3f}' for row in sums)} |")
+
+
+def placed(seen: NDArray[np.int64], method: str) -> eo.Placement:
+    """Return recorded batches' placement on 8 GPUs with 8 redundant slots, EPLB's by their sum."""
+    by = seen if method == "routing-aware" else seen.sum(axis=0)
+    return eo.solve_placement(by, num_gpus=8, slots_per_gpu=5, method=method).placement
 
 
 def in_runs(ids: NDArray[np.int32], tokens: int) -> NDArray[np.int32]:
