@@ -201,7 +201,13 @@ def by_generations(
             ]
     print(f"\n| generations seen | {' | '.join(map(str, counts))} | those judged |")
     print("|---" * (len(sums) + 1) + "|")
-    print(f"| closure | {' | '.join(f'{closure(*row):.3f}' for row in sums)} |")
+    eplb, ours, floor = sums.T / DRAWS
+    for name, row in [
+        ("EPLB above the floor", eplb - floor),
+        ("ours above the floor", ours - floor),
+        ("closure", (eplb - ours) / (eplb - floor)),
+    ]:
+        print(f"| {name} | {' | '.join(f'{value:.3f}' for value in row)} |")
 
 
 def placed(seen: NDArray[np.int64], method: str) -> eo.Placement:
