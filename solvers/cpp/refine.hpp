@@ -165,8 +165,7 @@ inline void refine(const Pricing& pricing, const Layer& layer, const std::int64_
     choices.read(layer, tokens);
     if (choices.experts() == 0) return;
     std::vector<double> served(choices.options());
-    for (std::int32_t o = 0; o < choices.options(); ++o)
-        served[o] = static_cast<double>(routed[choices.option(o).slot]);
+    choices.read_routed(routed, served);
     Refinement(choices, pricing, number).improve(served, max_work);
     choices.write(served, routed);
 }
