@@ -84,8 +84,10 @@ class Choices {
             routed[options_[o].slot] = static_cast<std::int64_t>(tokens[o]);
     }
     // And back.
-    void read_routed(const std::int64_t* routed, std::vector<double>& tokens) const {
+    const std::vector<double>& read_routed(const std::int64_t* routed, std::vector<double>& tokens) const {
+        tokens.resize(options_.size());
         for (std::int32_t o = 0; o < options(); ++o) tokens[o] = static_cast<double>(routed[options_[o].slot]);
+        return tokens;
     }
 
   private:

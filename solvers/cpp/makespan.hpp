@@ -80,11 +80,11 @@ class Makespan {
 
   private:
     static constexpr std::int64_t kGpuWork = 11, kExpertWork = 3, kNodeWork = 3;  // the last for an option
-    static constexpr std::int64_t kFirstWork = 2000, kMoreWork = 60, kMuchWork = 120'000;
-    static constexpr std::int64_t kStartLinks = 50, kNextLinks = 600, kFirstLinks = 1300;
-    static constexpr double kLight = 0.95;                  // of the bound by matching
-    static constexpr double kNarrow = 0.02, kWide = 0.095;  // of the bound
-    static constexpr double kClose = 3e-2;  // of the makespan: nearer targets are not tried in the first round
+    static constexpr std::int64_t kFirstWork = 2200, kMoreWork = 60, kMuchWork = 120'000;
+    static constexpr std::int64_t kStartLinks = 100, kFirstLinks = 1300;
+    static constexpr double kLight = 0.95;                // of the bound by matching
+    static constexpr double kNarrow = 0.02, kWide = 0.1;  // of the bound
+    static constexpr double kClose = 4e-2;  // of the makespan: nearer targets are not tried in the first round
     static constexpr int kSure = 2;         // targets decided before the one just below the makespan
 
     template <class Search>
@@ -99,34 +99,24 @@ class Makespan {
             return most - done;
         };
         search.seed();
-        start_.resize(choices_.options());
         if (light) {
-            choices_.read_routed(routed_, start_);
-            begin(search, left);
+            search.start(choices_.read_routed(routed_, start_), bound_);
+            record(search);
+            if (!met() && left() > node_work()) {
+                search.lower(bound_, kStartLinks);
+                record(search);
+            }
+            if (met()) return;
+            balance();
         }
-        if (!met()) {
-            std::fill(start_.begin(), start_.end(), 0.0);
-            begin(search, left);
-        }
-        if (met()) return;
-        if (light) balance();
         branching_.read();
         if (const double next = next_activation(bound_); !met() && left() > node_work() && makespan_ > next)
-            attempt(search, next, 1, kNextLinks, left);
+            attempt(search, next, 1, kFirstLinks, left);
         std::int64_t nodes = 1, links = kFirstLinks;
         for (double close = kClose; !met() && left() > node_work(); close /= 8) {
             round(search, nodes, links, close, left);
             if (nodes < kMuchWork) nodes *= 8, links *= 3;
         }
-    }
-
-    template <class Search, class Left>
-    void begin(Search& search, Left&& left) {
-        search.start(start_, bound_);
-        record(search);
-        if (met() || left() <= node_work()) return;
-        search.lower(bound_, kStartLinks);
-        record(search);
     }
 
     // What a node of the branching takes at least, once it routes.

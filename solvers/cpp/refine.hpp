@@ -164,7 +164,7 @@ inline void refine(const Pricing& pricing, const Layer& layer, const std::int64_
     choices.fix(layer, tokens, pricing);
     choices.read(layer, tokens);
     if (choices.experts() == 0) return;
-    std::vector<double> served(choices.options());
+    std::vector<double> served;
     choices.read_routed(routed, served);
     Refinement(choices, pricing, number).improve(served, max_work);
     choices.write(served, routed);
