@@ -44,15 +44,13 @@ class Makespan {
     Outcome solve(const Pricing& pricing, const Layer& layer, const std::int64_t* tokens, std::int64_t* routed,
                   std::int64_t max_work) {
         pricing_ = &pricing, layer_ = &layer, tokens_ = tokens, routed_ = routed, work_ = 0;
-        bound_ = 0, proved_by_ = Proof::count, certificate_ = {};
-        Matching<W> matching(layer, routed);
-        if (const Outcome outcome = matching.solve(tokens); outcome != Outcome::ok) return outcome;
-        if (pricing.uniform())
-            raise(pricing.time_of_activated(0, static_cast<double>(matching.makespan())), Proof::matching,
-                  matching);
-        makespan_ = time_of(matching);
-        const bool light = pricing.simple() && even_time(matching) < kLight * bound_;
-        if (!met() && !light) balance();
+        bound_ = 0, makespan_ = kInf, proved_by_ = Proof::count, certificate_ = {};
+        if (!acceptable(layer, tokens)) return Outcome::bad_tokens;
+        const auto [activated, evenly] = even_times();
+        const bool heavy = pricing.simple() && pricing.split() && evenly > activated;
+        heavy ? balance() : match();
+        const bool light = pricing.simple() && evenly < kLight * bound_;
+        if (!met() && !light) heavy ? match() : balance();
         if (met()) return Outcome::ok;
 
         choices_.fix(layer, tokens, pricing);
@@ -82,8 +80,8 @@ class Makespan {
     static constexpr std::int64_t kGpuWork = 11, kExpertWork = 3, kNodeWork = 3;  // the last for an option
     static constexpr std::int64_t kFirstWork = 2200, kMoreWork = 60, kMuchWork = 120'000;
     static constexpr std::int64_t kStartLinks = 100, kFirstLinks = 1300;
-    static constexpr double kLight = 0.95;                // of the bound by matching
-    static constexpr double kNarrow = 0.02, kWide = 0.1;  // of the bound
+    static constexpr double kLight = 0.9;                  // of the bound by matching
+    static constexpr double kNarrow = 0.02, kWide = 0.09;  // of the bound
     static constexpr double kClose = 4e-2;  // of the makespan: nearer targets are not tried in the first round
     static constexpr int kSure = 2;         // targets decided before the one just below the makespan
 
@@ -122,19 +120,36 @@ class Makespan {
     // What a node of the branching takes at least, once it routes.
     std::int64_t node_work() const { return kNodeWork * choices_.options(); }
 
-    // The fewest tokens on the fullest GPU: a bound, and a routing.
+    // The fewest activations on the fullest GPU: a bound, and a routing.
+    void match() {
+        std::int64_t* const routed = room();
+        Matching<W> matching(*layer_, routed);
+        matching.solve(tokens_);
+        if (pricing_->uniform())
+            raise(pricing_->time_of_activated(0, static_cast<double>(matching.makespan())), Proof::matching,
+                  matching);
+        take(routed, pricing_->counted() ? pricing_->slowest([&](int g) { return load_of(matching.fill(g)); })
+                                         : pricing_->slowest(routed, layer_->slots_per_gpu));
+    }
+    // The fewest tokens, the same.
     void balance() {
-        balanced_.assign(layer_->physical_slots(), 0);
-        Flow<W> flow(*layer_, balanced_.data());
+        std::int64_t* const routed = room();
+        Flow<W> flow(*layer_, routed);
         flow.solve(tokens_);
         if (pricing_->uniform())
             raise(pricing_->time_of_tokens(0, static_cast<double>(flow.makespan())), Proof::flow, flow);
-        if (!pricing_->split()) return;
-        if (const double makespan = pricing_->slowest(balanced_.data(), layer_->slots_per_gpu);
-            makespan < makespan_) {
-            makespan_ = makespan;
-            std::copy(balanced_.begin(), balanced_.end(), routed_);
-        }
+        if (pricing_->split()) take(routed, pricing_->slowest(routed, layer_->slots_per_gpu));
+    }
+    // Zeros to route into: the answer itself where there is none yet.
+    std::int64_t* room() {
+        if (makespan_ == kInf) return routed_;
+        other_.assign(layer_->physical_slots(), 0);
+        return other_.data();
+    }
+    void take(const std::int64_t* routed, double makespan) {
+        if (makespan >= makespan_) return;
+        makespan_ = makespan;
+        if (routed != routed_) std::copy_n(routed, layer_->physical_slots(), routed_);
     }
     // Every GPU has what is fixed there. Under a curve an expert that is twice on a GPU may take less
     // time in two slots than in one.
@@ -156,15 +171,14 @@ class Makespan {
             raise((gpus * p.offset + shared) / speed * kBelow, Proof::count);
         }
     }
-    // Of a GPU, were tokens spread evenly.
-    double even_time(const Matching<W>& matching) const {
-        double tokens = 0;
-        for (int g = 0; g < layer_->gpus; ++g) tokens += load_of(matching.fill(g)).tokens;
-        return pricing_->time_of_tokens(0, tokens / layer_->filled_gpus);
-    }
-    double time_of(const Matching<W>& matching) const {
-        if (!pricing_->counted()) return pricing_->slowest(routed_, layer_->slots_per_gpu);
-        return pricing_->slowest([&](int g) { return load_of(matching.fill(g)); });
+    // Of a GPU, were live experts and tokens spread evenly.
+    std::pair<double, double> even_times() const {
+        std::int64_t live = 0, tokens = 0;
+        for (std::int32_t e = 0; e < layer_->experts; ++e) live += tokens_[e] > 0, tokens += tokens_[e];
+        const auto each = [this](std::int64_t count) {
+            return static_cast<double>(ceil_div(count, layer_->filled_gpus));
+        };
+        return {pricing_->time_of_activated(0, each(live)), pricing_->time_of_tokens(0, each(tokens))};
     }
     // At least, of a GPU with so many activations and tokens.
     double time_of(const Caps& caps) const {
@@ -267,7 +281,7 @@ class Makespan {
     const std::int64_t* tokens_ = nullptr;
     std::int64_t* routed_ = nullptr;  // the best routing so far
     std::vector<Caps> caps_, left_;
-    std::vector<std::int64_t> balanced_;
+    std::vector<std::int64_t> other_;
     std::vector<double> start_;
     double bound_ = 0, makespan_ = 0;
     std::int64_t work_ = 0;
