@@ -224,9 +224,9 @@ std::int64_t route_matching(const Placement& placement, nb::handle tokens, Answe
 
 void count_activated(const Layer& layer, const std::int64_t* routed, std::int64_t* activated) {
     for (int g = 0; g < layer.gpus; ++g, routed += layer.slots_per_gpu) {
-        std::int64_t count = 0;
-        for (int s = 0; s < layer.slots_per_gpu; ++s) count += routed[s] != 0;
-        activated[g] = count;
+        std::uint64_t count = 0;
+        for (int s = 0; s < layer.slots_per_gpu; ++s) count += sign_of(-routed[s]);
+        activated[g] = static_cast<std::int64_t>(count);
     }
 }
 

@@ -173,12 +173,14 @@ class Makespan {
     }
     // Of a GPU, were live experts and tokens spread evenly.
     std::pair<double, double> even_times() const {
-        std::int64_t live = 0, tokens = 0;
-        for (std::int32_t e = 0; e < layer_->experts; ++e) live += tokens_[e] > 0, tokens += tokens_[e];
+        std::uint64_t live = 0;
+        std::int64_t tokens = 0;
+        for (std::int32_t e = 0; e < layer_->experts; ++e) live += sign_of(-tokens_[e]), tokens += tokens_[e];
         const auto each = [this](std::int64_t count) {
             return static_cast<double>(ceil_div(count, layer_->filled_gpus));
         };
-        return {pricing_->time_of_activated(0, each(live)), pricing_->time_of_tokens(0, each(tokens))};
+        return {pricing_->time_of_activated(0, each(static_cast<std::int64_t>(live))),
+                pricing_->time_of_tokens(0, each(tokens))};
     }
     // At least, of a GPU with so many activations and tokens.
     double time_of(const Caps& caps) const {

@@ -109,10 +109,9 @@ class Pricing {
             const std::span mine(routed, slots_per_gpu);
             Load load;
             if (counted()) {
-                // The sign of -x says whether there is a token: unlike a comparison, two fit one vector.
                 std::uint64_t activated = 0;
                 std::int64_t tokens = 0;
-                for (const std::int64_t x : mine) activated += static_cast<std::uint64_t>(-x) >> 63, tokens += x;
+                for (const std::int64_t x : mine) activated += sign_of(-x), tokens += x;
                 load.activated = static_cast<double>(activated);
                 load.tokens = static_cast<double>(tokens);
             } else {

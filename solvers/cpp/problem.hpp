@@ -44,6 +44,8 @@ inline bool acceptable(const Layer& layer, const std::int64_t* tokens) {
     return any >> kTokenBits == 0 && !stranded;
 }
 
+// 1 if negative: unlike a comparison, two such fit one vector. Of -x, whether there is a token.
+constexpr std::uint64_t sign_of(std::int64_t x) { return static_cast<std::uint64_t>(x) >> 63; }
 constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return b == 0 ? 0 : (a + b - 1) / b; }
 
 }  // namespace eplb
