@@ -24,14 +24,14 @@ class Choices {
     // What has no choice; first. The tokens are acceptable to the layer. Keeps its memory from problem to problem.
     void fix(const Layer& layer, const std::int64_t* tokens, const Pricing& pricing) {
         fixed_.assign(layer.gpus, {});
-        if (pricing.counted()) {
-            fills_.assign(layer.gpus, 0);
-            for (const SingleCopy& e : layer.singles) fills_[e.only.gpu] += fill_of(tokens[e.expert]);
-            for (int g = 0; g < layer.gpus; ++g) fixed_[g] = load_of(fills_[g]);
-        } else {
-            for (const SingleCopy& e : layer.singles)
-                fixed_[e.only.gpu] += pricing.replica(static_cast<double>(tokens[e.expert]));
-        }
+        for (const SingleCopy& e : layer.singles)
+            fixed_[e.only.gpu] += pricing.replica(static_cast<double>(tokens[e.expert]));
+    }
+    // The same as a matching has it, where activations and tokens say all.
+    template <class Matching>
+    void fix(const Matching& matching, int gpus) {
+        fixed_.resize(gpus);
+        for (int g = 0; g < gpus; ++g) fixed_[g] = load_of(matching.fixed(g));
     }
     // What has one.
     void read(const Layer& layer, const std::int64_t* tokens) {
@@ -95,7 +95,6 @@ class Choices {
     std::vector<std::int32_t> first_, by_gpu_, end_;
     std::vector<double> demand_;
     std::vector<Load> fixed_;
-    std::vector<Fill> fills_;
     int most_copies_ = 0;
 };
 

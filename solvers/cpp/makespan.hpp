@@ -49,11 +49,11 @@ class Makespan {
         const auto [activated, evenly] = even_times();
         const bool heavy = pricing.simple() && pricing.split() && evenly > activated;
         heavy ? balance() : match();
-        const bool light = pricing.simple() && evenly < kLight * bound_;
+        const bool light = !heavy && pricing.simple() && evenly < kLight * bound_;
         if (!met() && !light) heavy ? match() : balance();
         if (met()) return Outcome::ok;
 
-        choices_.fix(layer, tokens, pricing);
+        if (!pricing.counted()) choices_.fix(layer, tokens, pricing);
         count_fixed();
         if (pricing.mixed()) count_shared();
         if (met()) return Outcome::ok;
@@ -125,6 +125,7 @@ class Makespan {
         std::int64_t* const routed = room();
         Matching<W> matching(*layer_, routed);
         matching.solve(tokens_);
+        if (pricing_->counted()) choices_.fix(matching, layer_->gpus);
         if (pricing_->uniform())
             raise(pricing_->time_of_activated(0, static_cast<double>(matching.makespan())), Proof::matching,
                   matching);

@@ -61,6 +61,7 @@ class Matching {
     std::int64_t makespan() const { return makespan_; }
     std::int64_t activated(int gpu) const { return activated_in(fill_[gpu]); }
     Fill fill(int gpu) const { return fill_[gpu]; }
+    Fill fixed(int gpu) const { return fixed_[gpu]; }  // of experts with one candidate
     bool in_certificate(int gpu) const { return certificate_.contains(gpu); }
 
   private:
@@ -70,6 +71,7 @@ class Matching {
             fill_[e.only.gpu] += fill_of(t);
             routed_[e.only.slot] = t;
         }
+        std::copy_n(fill_.begin(), layer_.gpus, fixed_.begin());
         int fixed_gpu = 0;
         for (int g = 1; g < layer_.gpus; ++g)
             if (activated_in(fill_[g]) > activated_in(fill_[fixed_gpu])) fixed_gpu = g;
@@ -141,7 +143,7 @@ class Matching {
 
     const Layer& layer_;
     std::int64_t* routed_;
-    std::array<Fill, GpuSet<W>::capacity> fill_{};
+    std::array<Fill, GpuSet<W>::capacity> fill_{}, fixed_;
     std::int64_t makespan_ = 0, bound_ = 0;
     GpuSet<W> certificate_;
 };
