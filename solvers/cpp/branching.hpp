@@ -390,7 +390,7 @@ class Branching {
         flow(node, slack, equal);
         if (equal && above_ < level_) level_ = above_, leveled_ = tokens_;
         if (above_ <= 0) return true;
-        tokens_.swap(stuck_.tokens);
+        tokens_ = stuck_.tokens;
         return false;
     }
     // Routes the tokens through the open options within the rooms, what is promised first. If they do not fit, all

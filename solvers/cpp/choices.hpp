@@ -35,33 +35,33 @@ class Choices {
     }
     // What has one.
     void read(const Layer& layer, const std::int64_t* tokens) {
-        options_.resize(layer.candidates.size()), first_.resize(layer.experts + 1), demand_.resize(layer.experts);
+        if (options_.size() < layer.candidates.size())
+            options_.resize(layer.candidates.size()), by_gpu_.resize(layer.candidates.size());
+        if (demand_.size() < static_cast<std::size_t>(layer.experts))
+            demand_.resize(layer.experts), first_.resize(layer.experts + 1);
+        end_.assign(layer.gpus + 1, 0);
         std::int32_t experts = 0, options = 0;
-        most_copies_ = 0;
         const auto add = [&](std::int32_t expert, const auto& candidates) {
             if (tokens[expert] == 0) return;
             first_[experts] = options;
             most_copies_ = static_cast<int>(candidates.size());  // they come by rising number of candidates
-            for (const Candidate c : candidates) options_[options++] = {c.gpu, c.slot, experts};
+            for (const Candidate c : candidates) options_[options++] = {c.gpu, c.slot, experts}, ++end_[c.gpu + 1];
             demand_[experts++] = static_cast<double>(tokens[expert]);
         };
+        most_copies_ = 0;
         for (const TwoCopies& e : layer.pairs) add(e.expert, std::array{e.low, e.high});
         for (const std::int32_t e : layer.others) add(e, layer.candidates_of(e));
         first_[experts] = options;
-        options_.resize(options), first_.resize(experts + 1), demand_.resize(experts);
+        experts_ = experts, count_ = options;
 
         // Counting sort by GPU.
-        end_.assign(layer.gpus + 1, 0);
-        for (const Option& o : options_) ++end_[o.gpu + 1];
         for (int g = 0; g < layer.gpus; ++g) end_[g + 1] += end_[g];
-        by_gpu_.resize(options_.size());
-        for (std::int32_t o = 0; o < static_cast<std::int32_t>(options_.size()); ++o)
-            by_gpu_[end_[options_[o].gpu]++] = o;
+        for (std::int32_t o = 0; o < options; ++o) by_gpu_[end_[options_[o].gpu]++] = o;
     }
 
     int gpus() const { return static_cast<int>(fixed_.size()); }
-    int experts() const { return static_cast<int>(demand_.size()); }
-    std::int32_t options() const { return static_cast<std::int32_t>(options_.size()); }
+    int experts() const { return experts_; }
+    std::int32_t options() const { return count_; }
     int most_copies() const { return most_copies_; }  // options of an expert
     const Option& option(std::int32_t o) const { return options_[o]; }
     double demand(int expert) const { return demand_[expert]; }
@@ -85,12 +85,13 @@ class Choices {
     }
     // And back.
     const std::vector<double>& read_routed(const std::int64_t* routed, std::vector<double>& tokens) const {
-        tokens.resize(options_.size());
+        tokens.resize(options());
         for (std::int32_t o = 0; o < options(); ++o) tokens[o] = static_cast<double>(routed[options_[o].slot]);
         return tokens;
     }
 
   private:
+    std::int32_t experts_ = 0, count_ = 0;  // of options: the vectors keep their longest length
     std::vector<Option> options_;
     std::vector<std::int32_t> first_, by_gpu_, end_;
     std::vector<double> demand_;

@@ -5,8 +5,8 @@
 // moves tokens of an expert from an overfull GPU to another of its options: all that it has there, just enough to
 // end the overflow, or as much as the other GPU has room for. If the other GPU then overflows more than was
 // gained, a chain goes on there, up to four links deep, back to the first GPU allowed; a chain that does
-// not gain is undone. Chains of one link are tried first on all overfull GPUs, the slowest first, then
-// of two, and so on. Deterministic; the work is counted in links tried.
+// not gain is undone. Chains of one link are tried first on all overfull GPUs, in order, then with the slowest
+// first, then of two, and so on. Deterministic; the work is counted in links tried.
 #pragma once
 
 #include <algorithm>
@@ -182,19 +182,22 @@ class Rebalance {
         gpus_.resize(choices_.gpus());
         active_.resize(static_cast<std::size_t>(kMostLinks) * choices_.options());
         for (int g = 0; g < choices_.gpus(); ++g) price_.set(gpus_[g], choices_.fixed(g));
-        for (std::int32_t o = 0; o < choices_.options(); ++o)
-            if (tokens_[o] > 0) price_.change(gpus_[choices_.option(o).gpu], 0, tokens_[o]);
         aim(target);
         rest_.clear();
         for (int e = 0; e < choices_.experts(); ++e) {
             double rest = choices_.demand(e);
-            for (std::int32_t o = choices_.first(e); o < choices_.first(e + 1); ++o) rest -= tokens_[o];
+            for (std::int32_t o = choices_.first(e); o < choices_.first(e + 1); ++o)
+                if (tokens_[o] > 0) {
+                    price_.change(gpus_[choices_.option(o).gpu], 0, tokens_[o]);
+                    rest -= tokens_[o];
+                }
             if (rest > 0) rest_.push_back(static_cast<std::uint64_t>(rest) << kExpertBits | e);
         }
         std::sort(rest_.begin(), rest_.end(), std::greater<>());
         for (const std::uint64_t r : rest_)
             serve(static_cast<int>(r % (1 << kExpertBits)), static_cast<double>(r >> kExpertBits));
         settle();
+        makespan_ = gpus_[slowest()].time;
     }
 
     // Lowers the overflow over the target until there is none (true) or the work is done. Where no chain
@@ -214,11 +217,12 @@ class Rebalance {
                 tokens_ = kept_tokens_, gpus_ = kept_gpus_;
             }
         }
-        return makespan() <= target_;
+        makespan_ = gpus_[slowest()].time;
+        return makespan_ <= target_;
     }
     void seed() { random_ = Xorshift(); }
 
-    double makespan() const { return gpus_[slowest()].time; }
+    double makespan() const { return makespan_; }
     const std::vector<double>& tokens() const { return tokens_; }
     std::int64_t work() const { return work_; }
 
@@ -247,6 +251,9 @@ class Rebalance {
     }
     // Chains until none gains; returns the overflow that is left.
     double descend(std::int64_t end) {
+        for (int g = 0; g < choices_.gpus(); ++g)
+            while (gpus_[g].time > target_ && work_ < end && chain(g, gpus_[g].over, 1, end)) {
+            }
         for (;;) {
             const int first = slowest();
             if (gpus_[first].time <= target_) return 0;
@@ -375,7 +382,7 @@ class Rebalance {
     const Choices& choices_;
     Price price_;
     bool split_ = true;
-    double target_ = 0, gain_ = 0;
+    double target_ = 0, gain_ = 0, makespan_ = 0;
     std::int64_t work_ = 0;
     std::vector<double> tokens_, kept_tokens_;
     std::vector<std::uint64_t> rest_;  // tokens left over and their expert, in one word to sort
