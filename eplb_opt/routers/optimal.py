@@ -47,6 +47,9 @@ TURNS, TURN = 12, 1_000_000
 NODES, NODES_A_SECOND = 10_000_000, 1e7
 """Of the filling of GPU after GPU, for a target, and what it may count on."""
 
+LOOKS, LOOKS_A_SECOND = 1_000_000_000, 3e7
+"""At patterns, in the search of how GPUs serve experts, and what it may count on."""
+
 CLOSE = 5e-5
 """Of the makespan: nearer targets are not tried where one below them was passed over."""
 
@@ -205,6 +208,12 @@ class _Known(NamedTuple):
 Fit = Callable[[_Known, float, float], Found]
 """Find an answer within a target by a deadline, or prove that there is none: a bound above it."""
 
+Search = Callable[
+    [_core.Placement, int, NDArray[np.int64], NDArray[np.int64], _core.Pricing, float, int],
+    bool | None,
+]
+"""Of the compiled core, for a target: how it is met, written into what is routed."""
+
 Question = Callable[[Program, _Known, Engine, float], tuple[Found, float]]
 """Ask an engine for better than what is known by a deadline; return its answer and the bound."""
 
@@ -237,6 +246,8 @@ def _attempts(program: Program, core: _Core) -> Iterator[_Attempt]:
             yield _Attempt(1 / 4, Proof.NONE, partial(_refined, program, core))
             fill = partial(_filled, program, core)
             yield _Attempt(1 / 4, Proof.BRANCHING, partial(_bisected, program, fill))
+            search = partial(_patterned, program, core)
+            yield _Attempt(1 / 2, Proof.BRANCHING, partial(_refuted, program, search))
             if any(piece.activation for piece in objective.linear) and installed("highspy"):
                 refute = partial(_fitted, program, patterns.refute)
                 yield _Attempt(1 / 4, Proof.HIGHS, partial(_refuted, program, refute))
@@ -315,9 +326,22 @@ def _refuted(program: Program, fit: Fit, proof: Proof, known: _Known, until: flo
 
 def _filled(program: Program, core: _Core, known: _Known, target: float, until: float) -> Found:
     """Fill GPU after GPU with whole experts."""
-    routed = program.routed(known.taken).reshape(-1)
     nodes = int(min(NODES, seconds_left(until) * NODES_A_SECOND))
-    fits = _core.fit_whole_experts(*core[:3], routed, core.pricing, target, nodes)
+    return _searched(program, core, _core.fit_whole_experts, known, target, nodes)
+
+
+def _patterned(program: Program, core: _Core, known: _Known, target: float, until: float) -> Found:
+    """Choose what every GPU serves, experts and parts of experts."""
+    looks = int(min(LOOKS, seconds_left(until) * LOOKS_A_SECOND))
+    return _searched(program, core, _core.fit_patterns, known, target, looks)
+
+
+def _searched(
+    program: Program, core: _Core, fit: Search, known: _Known, target: float, work: int
+) -> Found:
+    """Ask the compiled core for any answer."""
+    routed = program.routed(known.taken).reshape(-1)
+    fits = fit(*core[:3], routed, core.pricing, target, work)
     if fits:
         return Found(routed[program.slot], -math.inf)
     return NOTHING if fits is None else Found(None, math.nextafter(target, math.inf))

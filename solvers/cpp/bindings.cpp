@@ -27,12 +27,14 @@
 #include "completion.hpp"
 #include "deepseek.hpp"
 #include "distinct.hpp"
+#include "fit.hpp"
 #include "flashlb.hpp"
 #include "flow.hpp"
 #include "makespan.hpp"
 #include "matching.hpp"
 #include "metro.hpp"
 #include "parallel.hpp"
+#include "pattern_search.hpp"
 #include "placement.hpp"
 #include "placement_search.hpp"
 #include "pricing.hpp"
@@ -366,13 +368,14 @@ const Layer& require_one(const Placement& placement, std::int64_t layer, const N
     return of;
 }
 
-// True and `routed` if whole experts fit into the target, False if nothing does, else None.
-std::optional<bool> fit_whole_experts(const Placement& placement, std::int64_t layer, Numbers tokens,
-                                      Array<std::int64_t> routed, const Pricing& pricing, double target,
-                                      std::int64_t nodes) {
+// True and `routed` if the search fits experts into the target, False if nothing does, else None.
+template <class Search>
+std::optional<bool> fit_experts(const Placement& placement, std::int64_t layer, Numbers tokens,
+                                Array<std::int64_t> routed, const Pricing& pricing, double target,
+                                std::int64_t work) {
     const Layer& of = require_one(placement, layer, tokens, routed, pricing);
     nb::gil_scoped_release unlocked;
-    const Verdict verdict = fit_whole(pricing, of, tokens.data(), routed.data(), target, nodes);
+    const Verdict verdict = fit<Search>(pricing, of, tokens.data(), routed.data(), target, work);
     return verdict == Verdict::unknown ? std::nullopt : std::optional(verdict == Verdict::fits);
 }
 
@@ -801,8 +804,10 @@ NB_MODULE(_core, m) {
           "work"_a);
     m.def("prove_makespan", &prove_makespan, "placement"_a, "tokens"_a, "answer"_a, "threads"_a, "pricing"_a,
           "work"_a);
-    m.def("fit_whole_experts", &fit_whole_experts, "placement"_a, "layer"_a, "tokens"_a.noconvert(),
+    m.def("fit_whole_experts", &fit_experts<Completion>, "placement"_a, "layer"_a, "tokens"_a.noconvert(),
           "routed"_a.noconvert(), "pricing"_a, "target"_a, "nodes"_a);
+    m.def("fit_patterns", &fit_experts<PatternSearch>, "placement"_a, "layer"_a, "tokens"_a.noconvert(),
+          "routed"_a.noconvert(), "pricing"_a, "target"_a, "work"_a);
     m.def("refine_makespan", &refine_makespan, "placement"_a, "layer"_a, "tokens"_a.noconvert(),
           "routed"_a.noconvert(), "pricing"_a, "number"_a, "work"_a);
     m.def("prove_activations", &prove<Matching>, "placement"_a, "tokens"_a, "answer"_a, "threads"_a);

@@ -154,23 +154,4 @@ class Completion {
     std::int64_t nodes_left_ = 0;
 };
 
-// Whether a routing can be within the target's caps on every GPU; if one of whole experts is, `routed`
-// is that one. Of an objective without curves.
-inline Verdict fit_whole(const Pricing& pricing, const Layer& layer, const std::int64_t* tokens,
-                         std::int64_t* routed, double target, std::int64_t max_nodes) {
-    Choices choices;
-    choices.fix(layer, tokens, pricing);
-    choices.read(layer, tokens);
-    std::vector<Caps> left;
-    for (int g = 0; g < layer.gpus; ++g) {
-        const Caps caps = pricing.caps(g, target);
-        left.push_back({caps.activated - choices.fixed(g).activated, caps.tokens - choices.fixed(g).tokens});
-    }
-    Completion completion(choices);
-    const Verdict verdict = completion.decide(left, pricing.split(), max_nodes);
-    if (verdict != Verdict::fits) return verdict;
-    choices.write(completion.tokens(), routed);
-    return verdict;
-}
-
 }  // namespace eplb

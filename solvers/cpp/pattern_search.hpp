@@ -1,0 +1,389 @@
+// Do experts fit into caps, so many replicas and tokens on each GPU, where few replicas are to spare and some
+// experts may be split? A GPU serves one *pattern*: a set of whole experts and a set of experts of which it
+// serves a part. With `room` the replicas and tokens left on each GPU, three things are scarce:
+//   spare   sum of the rooms for replicas less the experts: a replica that is not activated takes one, and of
+//           a split expert every part after the first; so a part takes half a one, at least;
+//   slack   sum of the rooms for tokens less the tokens: what a GPU stays below its room, which it does by
+//           what its parts cannot fill, at least;
+//   both    in one sum, a slack weighed like kWeight halves, less prices for the experts served, a part at
+//           half the price: a Lagrangian bound, of which subgradient steps find the prices.
+// Patterns that take more than there is are listed no more: few are left, where little is to spare.
+//
+// Then depth first: who serves the expert with the fewest GPUs to choose from, or which pattern the GPU with
+// the fewest serves. At every node the patterns left of a GPU, which agree with what is decided and with what all
+// others take at least, say which experts it can and must serve, whole or in part; an expert left
+// with one way takes it, and so on until nothing follows. Split experts must find room for their tokens, any
+// set of them together (Hall's condition, which at a leaf is all that is missing). Exponential;
+// tenths of a second where a dozen GPUs serve three experts each and 2 % of their tokens are slack.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstdint>
+#include <deque>
+#include <numeric>
+#include <utility>
+#include <vector>
+
+#include "branching.hpp"
+#include "choices.hpp"
+#include "pricing.hpp"
+
+namespace eplb {
+
+class PatternSearch {
+  public:
+    explicit PatternSearch(const Choices& choices) : choices_(choices) {}
+
+    // `most` is what may be served on each GPU beside what is fixed. Work is in patterns looked at. If it fits,
+    // tokens() are how.
+    Verdict decide(const std::vector<Caps>& most, bool split, std::int64_t max_work) {
+        if (choices_.experts() > kMostExperts) return Verdict::unknown;
+        work_left_ = max_work;
+        if (!make_rooms(most)) return Verdict::refuted;
+        if (choices_.experts() == 0) return Verdict::fits;
+        if (spare_ > kMostSpare) return Verdict::unknown;
+        every_ = ~Experts{0} >> (kMostExperts - choices_.experts());
+        patterns_.assign(choices_.gpus(), {});
+        for (int g = 0; g < choices_.gpus() && work_left_ >= 0; ++g) list(g, 0, {}, split);
+        if (work_left_ < 0) return Verdict::unknown;
+        for (const std::vector<Pattern>& patterns : patterns_)
+            if (patterns.empty()) return Verdict::refuted;
+        find_prices();
+        levels_.assign(1, Node(choices_.gpus()));
+        for (int g = 0; g < choices_.gpus(); ++g) {
+            levels_[0][g].left = static_cast<int>(patterns_[g].size());
+            levels_[0][g].least = least_of(patterns_[g]);
+        }
+        if (search(0)) return Verdict::fits;
+        return work_left_ < 0 ? Verdict::unknown : Verdict::refuted;
+    }
+    const std::vector<double>& tokens() const { return tokens_; }
+
+  private:
+    using Experts = std::uint64_t;
+    static constexpr int kMostExperts = 64, kMostSpare = 8, kSteps = 300, kPatience = 20;
+    static constexpr double kWeight = 16, kStep = 0.5, kShorter = 0.7, kTolerance = 1e-6;
+
+    enum Scarce { kHalves, kIdle, kSlack, kBoth, kScarce };
+    using Costs = std::array<double, kScarce>;
+    struct Pattern {
+        Experts whole, parts;
+        std::int64_t tokens;  // left for the parts
+        Costs costs;
+    };
+    struct Room {
+        int experts;
+        std::int64_t tokens;
+    };
+    // A GPU at a node: what it must and must not serve, and of the patterns left what any and all serve.
+    struct Side {
+        Experts must = 0, never = 0, any = 0, all = ~Experts{0};
+    };
+    struct Gpu {
+        int left = 0;
+        Side whole, parts;
+        std::int64_t tokens = 0;  // the most that is left for the parts
+        Costs least{};
+    };
+    using Node = std::vector<Gpu>;
+
+    static Experts bit(int e) { return Experts{1} << e; }
+    template <class Visit>
+    static void each(Experts set, Visit&& visit) {
+        for (; set != 0; set &= set - 1) visit(std::countr_zero(set));
+    }
+    std::int64_t demand(int e) const { return static_cast<std::int64_t>(choices_.demand(e)); }
+
+    // False if they are too small together.
+    bool make_rooms(const std::vector<Caps>& most) {
+        rooms_.clear();
+        spare_ = -choices_.experts(), slack_ = 0;
+        for (int g = 0; g < choices_.gpus(); ++g) {
+            double tokens = 0;
+            for (const std::int32_t o : choices_.on(g)) tokens += choices_.demand(choices_.option(o).expert);
+            const double experts = std::min(most[g].activated, static_cast<double>(choices_.on(g).size()));
+            tokens = std::min(most[g].tokens, tokens);
+            if (experts < 0 || tokens < 0) return false;
+            rooms_.push_back({static_cast<int>(experts), static_cast<std::int64_t>(tokens)});
+            spare_ += rooms_.back().experts, slack_ += rooms_.back().tokens;
+        }
+        for (int e = 0; e < choices_.experts(); ++e) slack_ -= demand(e);
+        return spare_ >= 0 && slack_ >= 0;
+    }
+
+    // What is chosen of the experts that a GPU can serve; `filled` is the most that its parts take.
+    struct Chosen {
+        Experts whole = 0, parts = 0;
+        std::int64_t tokens = 0, filled = 0;
+    };
+    // The patterns that follow a choice among the experts before the i-th.
+    void list(int g, std::size_t i, const Chosen& chosen, bool split) {
+        if (--work_left_ < 0) return;
+        const int parts = std::popcount(chosen.parts);
+        const int idle = rooms_[g].experts - std::popcount(chosen.whole) - parts;
+        const std::int64_t tokens = rooms_[g].tokens - chosen.tokens;
+        if (idle < 0 || tokens < parts || parts > 2 * spare_) return;
+        if (i == choices_.on(g).size()) {
+            const std::int64_t wasted = std::max<std::int64_t>(0, tokens - chosen.filled);
+            const int halves = 2 * idle + parts;
+            if (halves > 2 * spare_ || wasted > slack_) return;
+            const auto waste = static_cast<double>(wasted);
+            patterns_[g].push_back({chosen.whole,
+                                    chosen.parts,
+                                    tokens,
+                                    {static_cast<double>(halves), static_cast<double>(idle), waste, 0}});
+            return;
+        }
+        const int e = choices_.option(choices_.on(g)[i]).expert;
+        Chosen with = chosen;
+        with.whole |= bit(e), with.tokens += demand(e);
+        list(g, i + 1, with, split);
+        if (split && demand(e) > 1) {
+            with = chosen;
+            with.parts |= bit(e), with.filled += demand(e) - 1;
+            list(g, i + 1, with, split);
+        }
+        list(g, i + 1, chosen, split);
+    }
+
+    // Of both together: any prices are valid, those that make the least that all take the most prune best.
+    void find_prices() {
+        const double weight = kWeight / static_cast<double>(std::max<std::int64_t>(1, slack_));
+        const double both = 2.0 * spare_ + weight * static_cast<double>(slack_);
+        std::vector<double> prices(choices_.experts()), best = prices, served(choices_.experts());
+        double highest = -1, step = kStep;
+        for (int i = 0, vain = 0; i < kSteps; ++i) {
+            double bound = set_prices(prices, weight, served);
+            if (bound > highest) {
+                highest = bound, best = prices, vain = 0;
+            } else if (++vain > kPatience) {
+                step *= kShorter, prices = best, vain = 0;
+                continue;
+            }
+            double norm = 0;
+            for (const double s : served) norm += (s - 1) * (s - 1);
+            if (norm == 0) break;
+            const double along = step * std::max(both - bound, 0.5) / norm;
+            for (std::size_t e = 0; e < prices.size(); ++e)
+                prices[e] = std::max(0.0, prices[e] + along * (1 - served[e]));
+        }
+        set_prices(best, weight, served);
+        const double spare = spare_, paid = std::accumulate(best.begin(), best.end(), 0.0);
+        have_ = {2 * spare, spare, static_cast<double>(slack_), both - paid + kTolerance};
+    }
+    // Returns the least that all GPUs take, and how much of every expert they serve at that.
+    double set_prices(const std::vector<double>& prices, double weight, std::vector<double>& served) {
+        double bound = std::accumulate(prices.begin(), prices.end(), 0.0);
+        served.assign(prices.size(), 0);
+        for (std::vector<Pattern>& patterns : patterns_) {
+            const Pattern* cheapest = &patterns[0];
+            for (Pattern& p : patterns) {
+                double& cost = p.costs[kBoth] = p.costs[kHalves] + weight * p.costs[kSlack];
+                each(p.whole, [&](int e) { cost -= prices[e]; });
+                each(p.parts, [&](int e) { cost -= prices[e] / 2; });
+                if (cost < cheapest->costs[kBoth]) cheapest = &p;
+            }
+            bound += cheapest->costs[kBoth];
+            each(cheapest->whole, [&](int e) { served[e] += 1; });
+            each(cheapest->parts, [&](int e) { served[e] += 0.5; });
+        }
+        return bound;
+    }
+    static Costs least_of(const std::vector<Pattern>& patterns) {
+        Costs least = patterns[0].costs;
+        for (const Pattern& p : patterns)
+            for (int c = 0; c < kScarce; ++c) least[c] = std::min(least[c], p.costs[c]);
+        return least;
+    }
+
+    bool search(int depth) {
+        if (!settle(levels_[depth])) return false;
+        const Node& node = levels_[depth];
+        if (static_cast<int>(levels_.size()) == depth + 1) levels_.emplace_back();
+        int gpu = -1;
+        for (int g = 0; g < choices_.gpus(); ++g)
+            if (node[g].left > 1 && (gpu < 0 || node[g].left < node[gpu].left)) gpu = g;
+        if (gpu < 0) return serve(node);
+        Experts once = 0, twice = 0, decided = 0;
+        for (const Gpu& at : node) twice |= once & at.parts.any, once |= at.parts.any, decided |= at.whole.all;
+        int expert = -1, fewest = node[gpu].left + 1;
+        for (int e = 0; e < choices_.experts(); ++e) {
+            if (decided & bit(e)) continue;
+            int ways = 0;
+            for (const Gpu& at : node) ways += at.whole.any >> e & 1;
+            if (ways == 0) continue;
+            ways += twice >> e & 1;
+            if (ways < fewest) expert = e, fewest = ways;
+        }
+        return expert >= 0 ? by_expert(depth, expert) : by_pattern(depth, gpu);
+    }
+    // Whole on one GPU after the other, then split.
+    bool by_expert(int depth, int e) {
+        for (int g = 0; g < choices_.gpus(); ++g) {
+            if (!(levels_[depth][g].whole.any & bit(e))) continue;
+            levels_[depth + 1] = levels_[depth];
+            levels_[depth + 1][g].whole.must |= bit(e);
+            if (search(depth + 1)) return true;
+        }
+        levels_[depth + 1] = levels_[depth];
+        for (Gpu& gpu : levels_[depth + 1]) gpu.whole.never |= bit(e);
+        return search(depth + 1);
+    }
+    // The cheapest first. What is searched below reorders the patterns, so they are copied.
+    bool by_pattern(int depth, int g) {
+        const auto first = patterns_[g].begin();
+        std::vector<Pattern> left(first, first + levels_[depth][g].left);
+        std::stable_sort(left.begin(), left.end(),
+                         [](const Pattern& a, const Pattern& b) { return a.costs[kBoth] < b.costs[kBoth]; });
+        for (const Pattern& p : left) {
+            levels_[depth + 1] = levels_[depth];
+            Gpu& gpu = levels_[depth + 1][g];
+            gpu.whole.must = p.whole, gpu.whole.never = ~p.whole;
+            gpu.parts.must = p.parts, gpu.parts.never = ~p.parts;
+            if (search(depth + 1)) return true;
+        }
+        return false;
+    }
+
+    // Draws what follows, until nothing does. False if something cannot be.
+    bool settle(Node& node) {
+        for (bool changed = true; std::exchange(changed, false);) {
+            Costs all{};
+            for (const Gpu& gpu : node)
+                for (int c = 0; c < kScarce; ++c) all[c] += gpu.least[c];
+            for (int g = 0; g < choices_.gpus(); ++g)
+                if (!sift(node[g], patterns_[g], all, changed)) return false;
+            if (!changed) break;
+            if (!imply(node)) return false;
+        }
+        return split_experts_fit(node);
+    }
+    // Keeps the patterns that agree and that leave enough for the other GPUs.
+    bool sift(Gpu& gpu, std::vector<Pattern>& patterns, Costs& all, bool& changed) {
+        work_left_ -= gpu.left;
+        if (work_left_ < 0) return false;
+        Costs most, least;
+        for (int c = 0; c < kScarce; ++c) most[c] = have_[c] - (all[c] - gpu.least[c]);
+        least.fill(1e300);
+        Side whole{gpu.whole.must, gpu.whole.never}, parts{gpu.parts.must, gpu.parts.never};
+        std::int64_t tokens = 0;
+        int left = gpu.left;
+        for (int i = 0; i < left;) {
+            const Pattern& p = patterns[i];
+            const bool agrees = !(p.whole & whole.never) && !(p.parts & parts.never) && !(whole.must & ~p.whole) &&
+                                !(parts.must & ~p.parts);
+            if (!agrees || p.costs[kHalves] > most[kHalves] || p.costs[kIdle] > most[kIdle] ||
+                p.costs[kSlack] > most[kSlack] || p.costs[kBoth] > most[kBoth]) {
+                std::swap(patterns[i], patterns[--left]);
+                continue;
+            }
+            whole.any |= p.whole, whole.all &= p.whole, parts.any |= p.parts, parts.all &= p.parts;
+            if (p.parts) tokens = std::max(tokens, p.tokens - std::popcount(p.parts));
+            for (int c = 0; c < kScarce; ++c) least[c] = std::min(least[c], p.costs[c]);
+            ++i;
+        }
+        if (left == 0) return false;
+        changed |= left != gpu.left || whole.all != gpu.whole.all || parts.all != gpu.parts.all;
+        for (int c = 0; c < kScarce; ++c) all[c] += least[c] - gpu.least[c];
+        gpu = {left, whole, parts, tokens, least};
+        return true;
+    }
+    // What experts with one way left, and parts when no more can be had, mean for the GPUs.
+    bool imply(Node& node) const {
+        Side whole{0, 0, 0, 0};
+        Experts many_whole = 0, two = 0, three = 0, part = 0, some_parts = 0, two_parts = 0;
+        double taken = 0;
+        for (const Gpu& gpu : node) {
+            if (whole.must & gpu.whole.all) return false;
+            whole.must |= gpu.whole.all;
+            many_whole |= whole.any & gpu.whole.any, whole.any |= gpu.whole.any;
+            three |= two & gpu.parts.any, two |= part & gpu.parts.any, part |= gpu.parts.any;
+            taken += gpu.least[kIdle] + std::popcount(two_parts & gpu.parts.all);
+            two_parts |= some_parts & gpu.parts.all, some_parts |= gpu.parts.all;
+        }
+        const Experts split = (some_parts | ~whole.any) & every_;
+        Experts never_split = (whole.must | ~two) & every_;
+        if (split & never_split) return false;
+        taken += std::popcount(split);
+        if (taken > have_[kIdle]) return false;
+        const bool no_more = taken == have_[kIdle];
+        if (no_more) never_split = every_ & ~split;
+        for (Gpu& gpu : node) {
+            gpu.whole.never |= split | (whole.must & ~gpu.whole.all);
+            gpu.whole.must |= never_split & ~many_whole & gpu.whole.any;
+            gpu.parts.never |= never_split;
+            if (no_more) gpu.parts.never |= two_parts & ~gpu.parts.all;
+            gpu.parts.must |= split & ~three & gpu.parts.any;
+        }
+        return true;
+    }
+    // Of every set of split experts: with a token for every part that there may be set aside.
+    bool split_experts_fit(const Node& node) const {
+        Experts whole = 0, parts = 0;
+        for (const Gpu& gpu : node) whole |= gpu.whole.any, parts |= gpu.parts.all;
+        const Experts split = (parts | ~whole) & every_;
+        for (Experts set = split; set != 0; set = (set - 1) & split) {
+            std::int64_t lack = 0;
+            each(set, [&](int e) { lack += demand(e); });
+            for (const Gpu& gpu : node) {
+                const Experts here = gpu.parts.any & set;
+                if (here) lack -= gpu.tokens + std::popcount(here);
+            }
+            if (lack > 0) return false;
+        }
+        return true;
+    }
+
+    // At a leaf: whole experts as they are, a token for every part, and then as many as leave enough to all
+    // sets of the experts that follow. They fit: see above.
+    bool serve(const Node& node) {
+        tokens_.assign(choices_.options(), 0);
+        std::vector<std::int64_t> left, owed;
+        for (int e = 0; e < choices_.experts(); ++e) owed.push_back(demand(e));
+        for (const Room& room : rooms_) left.push_back(room.tokens);
+        const auto give = [&](int e, int g, std::int64_t amount) {
+            tokens_[choices_.option_on(e, g)] += static_cast<double>(amount);
+            owed[e] -= amount, left[g] -= amount;
+        };
+        Experts split = 0;
+        for (int g = 0; g < choices_.gpus(); ++g) {
+            each(node[g].whole.all, [&](int e) { give(e, g, demand(e)); });
+            each(node[g].parts.all, [&](int e) { give(e, g, 1); });
+            split |= node[g].parts.all;
+        }
+        bool enough = true;
+        each(split, [&](int e) { enough &= owed[e] >= 0; });
+        if (!enough) return false;
+        each(split, [&](int e) {
+            split &= ~bit(e);
+            for (int g = 0; g < choices_.gpus(); ++g) {
+                if (!(node[g].parts.all & bit(e))) continue;
+                std::int64_t amount = std::min(owed[e], left[g]);
+                for (Experts set = split; set != 0; set = (set - 1) & split) {
+                    if (!(node[g].parts.all & set)) continue;
+                    std::int64_t over = 0;
+                    for (int h = 0; h < choices_.gpus(); ++h)
+                        if (node[h].parts.all & set) over += left[h];
+                    each(set, [&](int f) { over -= owed[f]; });
+                    amount = std::min(amount, over);
+                }
+                give(e, g, amount);
+            }
+        });
+        return true;
+    }
+
+    const Choices& choices_;
+    std::vector<Room> rooms_;
+    int spare_ = 0;
+    std::int64_t slack_ = 0, work_left_ = 0;
+    Experts every_ = 0;
+    Costs have_{};
+    std::vector<std::vector<Pattern>> patterns_;  // those left at a node come first
+    std::deque<Node> levels_;                     // references stay
+    std::vector<double> tokens_;
+};
+
+}  // namespace eplb
