@@ -306,21 +306,19 @@ def _bisected(program: Program, fit: Fit, proof: Proof, known: _Known, until: fl
 
 
 def _refuted(program: Program, fit: Fit, proof: Proof, known: _Known, until: float) -> _Known:
-    """Ask for less than the makespan in hand, then halve the distance of what fails to the bound.
+    """Ask for what lies halfway from the bound to the makespan in hand, or to what failed.
 
-    What fails is a target that is not refuted in half of the time that is left.
+    What fails is a target that is neither met nor refuted in half of the time that is left.
     """
     token = max(piece.token for piece in program.objective.linear)
-    target = missed = known.makespan * BELOW
-    while known.is_open and seconds_left(until) > 0:
+    missed = math.inf
+    # Between two numbers of tokens there is nothing to ask.
+    while known.is_open and missed - known.bound >= token and seconds_left(until) > 0:
+        target = (known.bound + min(missed, known.makespan * BELOW)) / 2
         found = fit(known, target, time.monotonic() + seconds_left(until) / 2)
         before, known = known, known.joined(program, found, found.bound, proof)
         if known is before:
             missed = target
-        # Between two numbers of tokens there is nothing to ask.
-        if missed - known.bound < token:
-            break
-        target = (known.bound + missed) / 2
     return known
 
 

@@ -55,6 +55,7 @@ class PatternSearch {
         for (int g = 0; g < choices_.gpus(); ++g) {
             levels_[0][g].left = static_cast<int>(patterns_[g].size());
             levels_[0][g].least = least_of(patterns_[g]);
+            levels_[0][g].highest.fill(kNoLimit);
         }
         if (search(0)) return Verdict::fits;
         return work_left_ < 0 ? Verdict::unknown : Verdict::refuted;
@@ -64,7 +65,7 @@ class PatternSearch {
   private:
     using Experts = std::uint64_t;
     static constexpr int kMostExperts = 64, kMostSpare = 8, kSteps = 300, kPatience = 20;
-    static constexpr double kWeight = 16, kStep = 0.5, kShorter = 0.7, kTolerance = 1e-6;
+    static constexpr double kWeight = 16, kStep = 0.5, kShorter = 0.7, kTolerance = 1e-6, kNoLimit = 1e300;
 
     enum Scarce { kHalves, kIdle, kSlack, kBoth, kScarce };
     using Costs = std::array<double, kScarce>;
@@ -80,12 +81,15 @@ class PatternSearch {
     // A GPU at a node: what it must and must not serve, and of the patterns left what any and all serve.
     struct Side {
         Experts must = 0, never = 0, any = 0, all = ~Experts{0};
+
+        bool agrees(Experts served) const { return !(served & never) && !(must & ~served); }
+        bool all_agree() const { return !(any & never) && !(must & ~all); }
     };
     struct Gpu {
         int left = 0;
         Side whole, parts;
-        std::int64_t tokens = 0;  // the most that is left for the parts
-        Costs least{};
+        std::int64_t tokens = 0;   // the most that is left for the parts
+        Costs least{}, highest{};  // of the patterns left
     };
     using Node = std::vector<Gpu>;
 
@@ -262,32 +266,38 @@ class PatternSearch {
     }
     // Keeps the patterns that agree and that leave enough for the other GPUs.
     bool sift(Gpu& gpu, std::vector<Pattern>& patterns, Costs& all, bool& changed) {
+        Costs most, least, highest;
+        for (int c = 0; c < kScarce; ++c) most[c] = have_[c] - (all[c] - gpu.least[c]);
+        if (gpu.whole.all_agree() && gpu.parts.all_agree() && within(gpu.highest, most)) return true;
         work_left_ -= gpu.left;
         if (work_left_ < 0) return false;
-        Costs most, least;
-        for (int c = 0; c < kScarce; ++c) most[c] = have_[c] - (all[c] - gpu.least[c]);
-        least.fill(1e300);
+        least.fill(kNoLimit), highest.fill(-kNoLimit);
         Side whole{gpu.whole.must, gpu.whole.never}, parts{gpu.parts.must, gpu.parts.never};
         std::int64_t tokens = 0;
         int left = gpu.left;
         for (int i = 0; i < left;) {
             const Pattern& p = patterns[i];
-            const bool agrees = !(p.whole & whole.never) && !(p.parts & parts.never) && !(whole.must & ~p.whole) &&
-                                !(parts.must & ~p.parts);
-            if (!agrees || p.costs[kHalves] > most[kHalves] || p.costs[kIdle] > most[kIdle] ||
-                p.costs[kSlack] > most[kSlack] || p.costs[kBoth] > most[kBoth]) {
+            if (!whole.agrees(p.whole) || !parts.agrees(p.parts) || !within(p.costs, most)) {
                 std::swap(patterns[i], patterns[--left]);
                 continue;
             }
             whole.any |= p.whole, whole.all &= p.whole, parts.any |= p.parts, parts.all &= p.parts;
             if (p.parts) tokens = std::max(tokens, p.tokens - std::popcount(p.parts));
-            for (int c = 0; c < kScarce; ++c) least[c] = std::min(least[c], p.costs[c]);
+            for (int c = 0; c < kScarce; ++c) {
+                least[c] = std::min(least[c], p.costs[c]);
+                highest[c] = std::max(highest[c], p.costs[c]);
+            }
             ++i;
         }
         if (left == 0) return false;
         changed |= left != gpu.left || whole.all != gpu.whole.all || parts.all != gpu.parts.all;
         for (int c = 0; c < kScarce; ++c) all[c] += least[c] - gpu.least[c];
-        gpu = {left, whole, parts, tokens, least};
+        gpu = {left, whole, parts, tokens, least, highest};
+        return true;
+    }
+    static bool within(const Costs& costs, const Costs& most) {
+        for (int c = 0; c < kScarce; ++c)
+            if (costs[c] > most[c]) return false;
         return true;
     }
     // What experts with one way left, and parts when no more can be had, mean for the GPUs.
