@@ -19,7 +19,6 @@
 
 #include <algorithm>
 #include <array>
-#include <bit>
 #include <cstdint>
 #include <deque>
 #include <numeric>
@@ -28,25 +27,31 @@
 
 #include "branching.hpp"
 #include "choices.hpp"
+#include "expert_set.hpp"
 #include "pricing.hpp"
 
 namespace eplb {
 
-class PatternSearch {
+// Of a problem of up to 64 W experts with a choice.
+template <int W>
+class PatternTree {
   public:
-    explicit PatternSearch(const Choices& choices) : choices_(choices) {}
+    explicit PatternTree(const Choices& choices) : choices_(choices) {}
 
     // `most` is what may be served on each GPU beside what is fixed. Work is in patterns looked at. If it fits,
     // tokens() are how.
     Verdict decide(const std::vector<Caps>& most, bool split, std::int64_t max_work) {
-        if (choices_.experts() > kMostExperts) return Verdict::unknown;
-        work_left_ = max_work;
+        work_left_ = max_work, patterns_left_ = kMostPatterns;
         if (!make_rooms(most)) return Verdict::refuted;
         if (choices_.experts() == 0) return Verdict::fits;
         if (spare_ > kMostSpare) return Verdict::unknown;
-        every_ = ~Experts{0} >> (kMostExperts - choices_.experts());
+        every_ = Experts::first(choices_.experts());
         patterns_.assign(choices_.gpus(), {});
-        for (int g = 0; g < choices_.gpus() && work_left_ >= 0; ++g) list(g, 0, {}, split);
+        for (int g = 0; g < choices_.gpus() && work_left_ >= 0; ++g) {
+            std::int64_t tokens = 0;
+            for (const std::int32_t o : choices_.on(g)) tokens += demand(choices_.option(o).expert);
+            list(g, 0, tokens, {}, split);
+        }
         if (work_left_ < 0) return Verdict::unknown;
         for (const std::vector<Pattern>& patterns : patterns_)
             if (patterns.empty()) return Verdict::refuted;
@@ -63,8 +68,8 @@ class PatternSearch {
     const std::vector<double>& tokens() const { return tokens_; }
 
   private:
-    using Experts = std::uint64_t;
-    static constexpr int kMostExperts = 64, kMostSpare = 8, kSteps = 300, kPatience = 20;
+    using Experts = ExpertSet<W>;
+    static constexpr int kMostSpare = 8, kMostPatterns = 1 << 18, kSteps = 300, kPatience = 20;
     static constexpr double kWeight = 16, kStep = 0.5, kShorter = 0.7, kTolerance = 1e-6, kNoLimit = 1e300;
 
     enum Scarce { kHalves, kIdle, kSlack, kBoth, kScarce };
@@ -80,7 +85,7 @@ class PatternSearch {
     };
     // A GPU at a node: what it must and must not serve, and of the patterns left what any and all serve.
     struct Side {
-        Experts must = 0, never = 0, any = 0, all = ~Experts{0};
+        Experts must{}, never{}, any{}, all = ~Experts{};
 
         bool agrees(Experts served) const { return !(served & never) && !(must & ~served); }
         bool all_agree() const { return !(any & never) && !(must & ~all); }
@@ -93,11 +98,6 @@ class PatternSearch {
     };
     using Node = std::vector<Gpu>;
 
-    static Experts bit(int e) { return Experts{1} << e; }
-    template <class Visit>
-    static void each(Experts set, Visit&& visit) {
-        for (; set != 0; set &= set - 1) visit(std::countr_zero(set));
-    }
     std::int64_t demand(int e) const { return static_cast<std::int64_t>(choices_.demand(e)); }
 
     // False if they are too small together.
@@ -119,37 +119,37 @@ class PatternSearch {
 
     // What is chosen of the experts that a GPU can serve; `filled` is the most that its parts take.
     struct Chosen {
-        Experts whole = 0, parts = 0;
+        Experts whole, parts;
         std::int64_t tokens = 0, filled = 0;
     };
-    // The patterns that follow a choice among the experts before the i-th.
-    void list(int g, std::size_t i, const Chosen& chosen, bool split) {
+    // The patterns that follow a choice among the experts before the i-th; those from it on have `further` tokens.
+    void list(int g, std::size_t i, std::int64_t further, const Chosen& chosen, bool split) {
         if (--work_left_ < 0) return;
-        const int parts = std::popcount(chosen.parts);
-        const int idle = rooms_[g].experts - std::popcount(chosen.whole) - parts;
-        const std::int64_t tokens = rooms_[g].tokens - chosen.tokens;
-        if (idle < 0 || tokens < parts || parts > 2 * spare_) return;
-        if (i == choices_.on(g).size()) {
-            const std::int64_t wasted = std::max<std::int64_t>(0, tokens - chosen.filled);
-            const int halves = 2 * idle + parts;
-            if (halves > 2 * spare_ || wasted > slack_) return;
-            const auto waste = static_cast<double>(wasted);
-            patterns_[g].push_back({chosen.whole,
-                                    chosen.parts,
-                                    tokens,
-                                    {static_cast<double>(halves), static_cast<double>(idle), waste, 0}});
+        const int parts = chosen.parts.count(), idle = rooms_[g].experts - chosen.whole.count() - parts;
+        const std::int64_t tokens = rooms_[g].tokens - chosen.tokens, wasted = tokens - chosen.filled;
+        const auto undecided = static_cast<int>(choices_.on(g).size() - i);
+        // Parts are of different experts, each of which has another.
+        if (idle < 0 || tokens < parts || parts + std::max(0, idle - undecided) > spare_ ||
+            wasted - further > slack_)
+            return;
+        if (undecided == 0) {
+            const auto waste = static_cast<double>(std::max<std::int64_t>(0, wasted));
+            if (--patterns_left_ < 0) work_left_ = -1;
+            patterns_[g].push_back(
+                {chosen.whole, chosen.parts, tokens, {2.0 * idle + parts, static_cast<double>(idle), waste, 0}});
             return;
         }
         const int e = choices_.option(choices_.on(g)[i]).expert;
+        further -= demand(e);
         Chosen with = chosen;
-        with.whole |= bit(e), with.tokens += demand(e);
-        list(g, i + 1, with, split);
+        with.whole |= Experts::of(e), with.tokens += demand(e);
+        list(g, i + 1, further, with, split);
         if (split && demand(e) > 1) {
             with = chosen;
-            with.parts |= bit(e), with.filled += demand(e) - 1;
-            list(g, i + 1, with, split);
+            with.parts |= Experts::of(e), with.filled += demand(e) - 1;
+            list(g, i + 1, further, with, split);
         }
-        list(g, i + 1, chosen, split);
+        list(g, i + 1, further, chosen, split);
     }
 
     // Of both together: any prices are valid, those that make the least that all take the most prune best.
@@ -158,7 +158,7 @@ class PatternSearch {
         const double both = 2.0 * spare_ + weight * static_cast<double>(slack_);
         std::vector<double> prices(choices_.experts()), best = prices, served(choices_.experts());
         double highest = -1, step = kStep;
-        for (int i = 0, vain = 0; i < kSteps; ++i) {
+        for (int i = 0, vain = 0; i < kSteps && work_left_ >= 0; ++i) {
             double bound = set_prices(prices, weight, served);
             if (bound > highest) {
                 highest = bound, best = prices, vain = 0;
@@ -182,16 +182,17 @@ class PatternSearch {
         double bound = std::accumulate(prices.begin(), prices.end(), 0.0);
         served.assign(prices.size(), 0);
         for (std::vector<Pattern>& patterns : patterns_) {
+            work_left_ -= static_cast<std::int64_t>(patterns.size());
             const Pattern* cheapest = &patterns[0];
             for (Pattern& p : patterns) {
                 double& cost = p.costs[kBoth] = p.costs[kHalves] + weight * p.costs[kSlack];
-                each(p.whole, [&](int e) { cost -= prices[e]; });
-                each(p.parts, [&](int e) { cost -= prices[e] / 2; });
+                p.whole.each([&](int e) { cost -= prices[e]; });
+                p.parts.each([&](int e) { cost -= prices[e] / 2; });
                 if (cost < cheapest->costs[kBoth]) cheapest = &p;
             }
             bound += cheapest->costs[kBoth];
-            each(cheapest->whole, [&](int e) { served[e] += 1; });
-            each(cheapest->parts, [&](int e) { served[e] += 0.5; });
+            cheapest->whole.each([&](int e) { served[e] += 1; });
+            cheapest->parts.each([&](int e) { served[e] += 0.5; });
         }
         return bound;
     }
@@ -210,15 +211,15 @@ class PatternSearch {
         for (int g = 0; g < choices_.gpus(); ++g)
             if (node[g].left > 1 && (gpu < 0 || node[g].left < node[gpu].left)) gpu = g;
         if (gpu < 0) return serve(node);
-        Experts once = 0, twice = 0, decided = 0;
+        Experts once, twice, decided;
         for (const Gpu& at : node) twice |= once & at.parts.any, once |= at.parts.any, decided |= at.whole.all;
         int expert = -1, fewest = node[gpu].left + 1;
         for (int e = 0; e < choices_.experts(); ++e) {
-            if (decided & bit(e)) continue;
+            if (decided.contains(e)) continue;
             int ways = 0;
-            for (const Gpu& at : node) ways += at.whole.any >> e & 1;
+            for (const Gpu& at : node) ways += at.whole.any.contains(e);
             if (ways == 0) continue;
-            ways += twice >> e & 1;
+            ways += twice.contains(e);
             if (ways < fewest) expert = e, fewest = ways;
         }
         return expert >= 0 ? by_expert(depth, expert) : by_pattern(depth, gpu);
@@ -226,13 +227,13 @@ class PatternSearch {
     // Whole on one GPU after the other, then split.
     bool by_expert(int depth, int e) {
         for (int g = 0; g < choices_.gpus(); ++g) {
-            if (!(levels_[depth][g].whole.any & bit(e))) continue;
+            if (!levels_[depth][g].whole.any.contains(e)) continue;
             levels_[depth + 1] = levels_[depth];
-            levels_[depth + 1][g].whole.must |= bit(e);
+            levels_[depth + 1][g].whole.must |= Experts::of(e);
             if (search(depth + 1)) return true;
         }
         levels_[depth + 1] = levels_[depth];
-        for (Gpu& gpu : levels_[depth + 1]) gpu.whole.never |= bit(e);
+        for (Gpu& gpu : levels_[depth + 1]) gpu.whole.never |= Experts::of(e);
         return search(depth + 1);
     }
     // The cheapest first. What is searched below reorders the patterns, so they are copied.
@@ -282,7 +283,7 @@ class PatternSearch {
                 continue;
             }
             whole.any |= p.whole, whole.all &= p.whole, parts.any |= p.parts, parts.all &= p.parts;
-            if (p.parts) tokens = std::max(tokens, p.tokens - std::popcount(p.parts));
+            if (p.parts) tokens = std::max(tokens, p.tokens - p.parts.count());
             for (int c = 0; c < kScarce; ++c) {
                 least[c] = std::min(least[c], p.costs[c]);
                 highest[c] = std::max(highest[c], p.costs[c]);
@@ -302,26 +303,26 @@ class PatternSearch {
     }
     // What experts with one way left, and parts when no more can be had, mean for the GPUs.
     bool imply(Node& node) const {
-        Side whole{0, 0, 0, 0};
-        Experts many_whole = 0, two = 0, three = 0, part = 0, some_parts = 0, two_parts = 0;
+        Experts must, any;
+        Experts many_whole, two, three, part, some_parts, two_parts;
         double taken = 0;
         for (const Gpu& gpu : node) {
-            if (whole.must & gpu.whole.all) return false;
-            whole.must |= gpu.whole.all;
-            many_whole |= whole.any & gpu.whole.any, whole.any |= gpu.whole.any;
+            if (must & gpu.whole.all) return false;
+            must |= gpu.whole.all;
+            many_whole |= any & gpu.whole.any, any |= gpu.whole.any;
             three |= two & gpu.parts.any, two |= part & gpu.parts.any, part |= gpu.parts.any;
-            taken += gpu.least[kIdle] + std::popcount(two_parts & gpu.parts.all);
+            taken += gpu.least[kIdle] + (two_parts & gpu.parts.all).count();
             two_parts |= some_parts & gpu.parts.all, some_parts |= gpu.parts.all;
         }
-        const Experts split = (some_parts | ~whole.any) & every_;
-        Experts never_split = (whole.must | ~two) & every_;
+        const Experts split = (some_parts | ~any) & every_;
+        Experts never_split = (must | ~two) & every_;
         if (split & never_split) return false;
-        taken += std::popcount(split);
+        taken += split.count();
         if (taken > have_[kIdle]) return false;
         const bool no_more = taken == have_[kIdle];
         if (no_more) never_split = every_ & ~split;
         for (Gpu& gpu : node) {
-            gpu.whole.never |= split | (whole.must & ~gpu.whole.all);
+            gpu.whole.never |= split | (must & ~gpu.whole.all);
             gpu.whole.must |= never_split & ~many_whole & gpu.whole.any;
             gpu.parts.never |= never_split;
             if (no_more) gpu.parts.never |= two_parts & ~gpu.parts.all;
@@ -331,19 +332,20 @@ class PatternSearch {
     }
     // Of every set of split experts: with a token for every part that there may be set aside.
     bool split_experts_fit(const Node& node) const {
-        Experts whole = 0, parts = 0;
+        Experts whole, parts;
         for (const Gpu& gpu : node) whole |= gpu.whole.any, parts |= gpu.parts.all;
         const Experts split = (parts | ~whole) & every_;
-        for (Experts set = split; set != 0; set = (set - 1) & split) {
+        bool fit = true;
+        split.each_subset([&](const Experts& set) {
             std::int64_t lack = 0;
-            each(set, [&](int e) { lack += demand(e); });
+            set.each([&](int e) { lack += demand(e); });
             for (const Gpu& gpu : node) {
                 const Experts here = gpu.parts.any & set;
-                if (here) lack -= gpu.tokens + std::popcount(here);
+                if (here) lack -= gpu.tokens + here.count();
             }
-            if (lack > 0) return false;
-        }
-        return true;
+            fit &= lack <= 0;
+        });
+        return fit;
     }
 
     // At a leaf: whole experts as they are, a token for every part, and then as many as leave enough to all
@@ -357,28 +359,29 @@ class PatternSearch {
             tokens_[choices_.option_on(e, g)] += static_cast<double>(amount);
             owed[e] -= amount, left[g] -= amount;
         };
-        Experts split = 0;
+        Experts split;
         for (int g = 0; g < choices_.gpus(); ++g) {
-            each(node[g].whole.all, [&](int e) { give(e, g, demand(e)); });
-            each(node[g].parts.all, [&](int e) { give(e, g, 1); });
+            node[g].whole.all.each([&](int e) { give(e, g, demand(e)); });
+            node[g].parts.all.each([&](int e) { give(e, g, 1); });
             split |= node[g].parts.all;
         }
         bool enough = true;
-        each(split, [&](int e) { enough &= owed[e] >= 0; });
+        split.each([&](int e) { enough &= owed[e] >= 0; });
         if (!enough) return false;
-        each(split, [&](int e) {
-            split &= ~bit(e);
+        Experts later = split;
+        split.each([&](int e) {
+            later &= ~Experts::of(e);
             for (int g = 0; g < choices_.gpus(); ++g) {
-                if (!(node[g].parts.all & bit(e))) continue;
+                if (!node[g].parts.all.contains(e)) continue;
                 std::int64_t amount = std::min(owed[e], left[g]);
-                for (Experts set = split; set != 0; set = (set - 1) & split) {
-                    if (!(node[g].parts.all & set)) continue;
+                later.each_subset([&](const Experts& set) {
+                    if (!(node[g].parts.all & set)) return;
                     std::int64_t over = 0;
                     for (int h = 0; h < choices_.gpus(); ++h)
                         if (node[h].parts.all & set) over += left[h];
-                    each(set, [&](int f) { over -= owed[f]; });
+                    set.each([&](int f) { over -= owed[f]; });
                     amount = std::min(amount, over);
-                }
+                });
                 give(e, g, amount);
             }
         });
@@ -388,11 +391,36 @@ class PatternSearch {
     const Choices& choices_;
     std::vector<Room> rooms_;
     int spare_ = 0;
-    std::int64_t slack_ = 0, work_left_ = 0;
-    Experts every_ = 0;
+    std::int64_t slack_ = 0, work_left_ = 0, patterns_left_ = 0;
+    Experts every_;
     Costs have_{};
     std::vector<std::vector<Pattern>> patterns_;  // those left at a node come first
     std::deque<Node> levels_;                     // references stay
+    std::vector<double> tokens_;
+};
+
+class PatternSearch {
+  public:
+    explicit PatternSearch(const Choices& choices) : choices_(choices) {}
+
+    // See PatternTree.
+    Verdict decide(const std::vector<Caps>& most, bool split, std::int64_t max_work) {
+        if (choices_.experts() <= ExpertSet<1>::capacity) return decide<1>(most, split, max_work);
+        if (choices_.experts() <= ExpertSet<2>::capacity) return decide<2>(most, split, max_work);
+        return Verdict::unknown;
+    }
+    const std::vector<double>& tokens() const { return tokens_; }
+
+  private:
+    template <int W>
+    Verdict decide(const std::vector<Caps>& most, bool split, std::int64_t max_work) {
+        PatternTree<W> tree(choices_);
+        const Verdict verdict = tree.decide(most, split, max_work);
+        tokens_ = tree.tokens();
+        return verdict;
+    }
+
+    const Choices& choices_;
     std::vector<double> tokens_;
 };
 
