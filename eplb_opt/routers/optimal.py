@@ -70,8 +70,8 @@ class Optimal:
     activated replicas and so many tokens. The answer is annealed; then less than the makespan in
     hand is the target, and then what lies halfway to the bound. Each is met or refuted, by filling
     GPU after GPU with whole experts, which is quick where no activation is to spare, and by CP-SAT.
-    Where few are, the sets of experts that a GPU can serve often refute it, in a linear program
-    (`eplb_opt.routers.patterns`). HiGHS is asked for the fewest tokens, which it finds where much
+    Where few are, a search over what every GPU can serve meets or refutes targets from halfway on,
+    and a linear program over the same refutes others (`eplb_opt.routers.patterns`). HiGHS is asked for the fewest tokens, which it finds where much
     can be split.
 
     Parameters

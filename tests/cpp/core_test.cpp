@@ -35,6 +35,7 @@
 #include "matching.hpp"
 #include "metro.hpp"
 #include "parallel.hpp"
+#include "pattern_search.hpp"
 #include "placement.hpp"
 #include "placement_search.hpp"
 #include "pricing.hpp"
@@ -753,7 +754,7 @@ void test_makespan_brute_force(Random& random) {
 
 // Whether a routing within the caps exists, by trying; and what Branching and Completion say of it.
 void test_branching(Random& random) {
-    std::int64_t fits = 0, refuted = 0, completed = 0, excluded = 0;
+    std::int64_t fits = 0, refuted = 0, completed = 0, excluded = 0, matched = 0, unmatched = 0;
     for (int i = 0; i < 4000; ++i) {
         const Problem p = draw_tiny(random);
         const Placement placement = p.placement();
@@ -810,8 +811,18 @@ void test_branching(Random& random) {
             if (nodes == 1000 && price.split)
                 completed += whole == Verdict::fits, excluded += whole == Verdict::refuted;
         }
+        PatternTree<1> tree(choices);
+        PatternTree<2> wide(choices);
+        for (const std::int64_t looks : {100, 3000, 1000000}) {
+            const Verdict verdict = tree.decide(left, price.split, looks);
+            judge(verdict, tree.tokens(), price.split);
+            check(verdict != Verdict::unknown || looks < 1000000, "with looks enough it is decided");
+            check(wide.decide(left, price.split, looks) == verdict, "whatever the width");
+            if (looks == 3000) matched += verdict == Verdict::fits, unmatched += verdict == Verdict::refuted;
+        }
     }
-    check(fits > 500 && refuted > 500 && completed > 300 && excluded > 300, "both verdicts occur");
+    check(fits > 500 && refuted > 500 && completed > 300 && excluded > 300 && matched > 300 && unmatched > 300,
+          "both verdicts occur");
 }
 
 // Caps are what a target allows, and no more.

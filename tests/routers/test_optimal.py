@@ -74,7 +74,7 @@ def flip(seed: int) -> Problem:
 @pytest.fixture
 def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the work to the engines: the core proves ever more, and here it is not tested."""
-    for budget in ("WORK", "TURNS", "NODES"):
+    for budget in ("WORK", "TURNS", "NODES", "LOOKS"):
         monkeypatch.setattr(optimal, budget, 0)
 
 
