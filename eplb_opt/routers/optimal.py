@@ -71,8 +71,8 @@ class Optimal:
     hand is the target, and then what lies halfway to the bound. Each is met or refuted, by filling
     GPU after GPU with whole experts, which is quick where no activation is to spare, and by CP-SAT.
     Where few are, a search over what every GPU can serve meets or refutes targets from halfway on,
-    and a linear program over the same refutes others (`eplb_opt.routers.patterns`). HiGHS is asked for the fewest tokens, which it finds where much
-    can be split.
+    and a linear program over the same refutes others (`eplb_opt.routers.patterns`). HiGHS is asked
+    for the fewest tokens, which it finds where much can be split.
 
     Parameters
     ----------
