@@ -50,6 +50,9 @@ NODES, NODES_A_SECOND = 10_000_000, 1e7
 LOOKS, LOOKS_A_SECOND = 1_000_000_000, 6e7
 """At patterns, in the search of how GPUs serve experts, and what it may count on."""
 
+FEW = 4
+"""Activations to spare: with more of them that search is long, and other proofs are quicker."""
+
 CLOSE = 5e-5
 """Of the makespan: nearer targets are not tried where one below them was passed over."""
 
@@ -246,11 +249,11 @@ def _attempts(program: Program, core: _Core) -> Iterator[_Attempt]:
             yield _Attempt(1 / 4, Proof.NONE, partial(_refined, program, core))
             fill = partial(_filled, program, core)
             yield _Attempt(1 / 4, Proof.BRANCHING, partial(_bisected, program, fill))
-            search = partial(_patterned, program, core)
-            yield _Attempt(1 / 2, Proof.BRANCHING, partial(_refuted, program, search))
             if any(piece.activation for piece in objective.linear) and installed("highspy"):
                 refute = partial(_fitted, program, patterns.refute)
                 yield _Attempt(1 / 4, Proof.HIGHS, partial(_refuted, program, refute))
+            search = partial(_patterned, program, core)
+            yield _Attempt(1 / 2, Proof.BRANCHING, partial(_refuted, program, search))
         shares: tuple[float, ...] = (1 / 8, 2 / 3, 1 / 4, 1.0)
         fit = partial(_fitted, program, cp_sat.fit)
         engines = [
@@ -329,7 +332,9 @@ def _filled(program: Program, core: _Core, known: _Known, target: float, until: 
 
 
 def _patterned(program: Program, core: _Core, known: _Known, target: float, until: float) -> Found:
-    """Choose what every GPU serves, experts and parts of experts."""
+    """Choose what every GPU serves, experts and parts of experts, if few can be split."""
+    if _within(program, target).spare(np.ones_like(program.tokens)) > FEW:
+        return NOTHING
     looks = int(min(LOOKS, seconds_left(until) * LOOKS_A_SECOND))
     return _searched(program, core, _core.fit_patterns, known, target, looks)
 
