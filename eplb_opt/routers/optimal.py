@@ -47,7 +47,7 @@ TURNS, TURN = 12, 1_000_000
 NODES, NODES_A_SECOND = 10_000_000, 1e7
 """Of the filling of GPU after GPU, for a target, and what it may count on."""
 
-LOOKS, LOOKS_A_SECOND = 1_000_000_000, 6e7
+LOOKS, LOOKS_A_SECOND = 1_000_000_000, 1.2e8
 """At patterns, in the search of how GPUs serve experts, and what it may count on."""
 
 FEW = 4

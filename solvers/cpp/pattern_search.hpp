@@ -38,8 +38,8 @@ class PatternTree {
   public:
     explicit PatternTree(const Choices& choices) : choices_(choices) {}
 
-    // `most` is what may be served on each GPU beside what is fixed. Work is in patterns looked at. If it fits,
-    // tokens() are how.
+    // `most` is what may be served on each GPU beside what is fixed. Work is in patterns looked at, or what takes
+    // as long. If it fits, tokens() are how.
     Verdict decide(const std::vector<Caps>& most, bool split, std::int64_t max_work) {
         work_left_ = max_work, patterns_left_ = kMostPatterns;
         if (!make_rooms(most)) return Verdict::refuted;
@@ -70,6 +70,7 @@ class PatternTree {
   private:
     using Experts = ExpertSet<W>;
     static constexpr int kMostSpare = 8, kMostPatterns = 1 << 18, kSteps = 300, kPatience = 20;
+    static constexpr int kPairsALook = 32;  // of a GPU and an expert, in choosing one
     static constexpr double kWeight = 16, kStep = 0.5, kShorter = 0.7, kTolerance = 1e-6, kNoLimit = 1e300;
 
     enum Scarce { kHalves, kIdle, kSlack, kBoth, kScarce };
@@ -204,6 +205,7 @@ class PatternTree {
     }
 
     bool search(int depth) {
+        work_left_ -= choices_.gpus() * choices_.experts() / kPairsALook;
         if (!settle(levels_[depth])) return false;
         const Node& node = levels_[depth];
         if (static_cast<int>(levels_.size()) == depth + 1) levels_.emplace_back();
@@ -255,6 +257,7 @@ class PatternTree {
     // Draws what follows, until nothing does. False if something cannot be.
     bool settle(Node& node) {
         for (bool changed = true; std::exchange(changed, false);) {
+            work_left_ -= choices_.gpus() / 2;
             Costs all{};
             for (const Gpu& gpu : node)
                 for (int c = 0; c < kScarce; ++c) all[c] += gpu.least[c];
@@ -331,12 +334,13 @@ class PatternTree {
         return true;
     }
     // Of every set of split experts: with a token for every part that there may be set aside.
-    bool split_experts_fit(const Node& node) const {
+    bool split_experts_fit(const Node& node) {
         Experts whole, parts;
         for (const Gpu& gpu : node) whole |= gpu.whole.any, parts |= gpu.parts.all;
         const Experts split = (parts | ~whole) & every_;
         bool fit = true;
         split.each_subset([&](const Experts& set) {
+            work_left_ -= choices_.gpus() / 2;
             std::int64_t lack = 0;
             set.each([&](int e) { lack += demand(e); });
             for (const Gpu& gpu : node) {
@@ -345,7 +349,7 @@ class PatternTree {
             }
             fit &= lack <= 0;
         });
-        return fit;
+        return fit && work_left_ >= 0;
     }
 
     // At a leaf: whole experts as they are, a token for every part, and then as many as leave enough to all
