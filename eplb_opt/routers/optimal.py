@@ -253,7 +253,7 @@ def _attempts(program: Program, core: _Core) -> Iterator[_Attempt]:
                 refute = partial(_fitted, program, patterns.refute)
                 yield _Attempt(1 / 4, Proof.HIGHS, partial(_refuted, program, refute))
             search = partial(_patterned, program, core)
-            yield _Attempt(1 / 2, Proof.BRANCHING, partial(_refuted, program, search))
+            yield _Attempt(2 / 3, Proof.BRANCHING, partial(_refuted, program, search))
         shares: tuple[float, ...] = (1 / 8, 2 / 3, 1 / 4, 1.0)
         fit = partial(_fitted, program, cp_sat.fit)
         engines = [
