@@ -61,6 +61,7 @@ class Flow {
 
     std::int64_t makespan() const { return target_; }
     bool in_certificate(int gpu) const { return certificate_.contains(gpu); }
+    const GpuSet<W>& certificate() const { return certificate_; }
 
   private:
     static constexpr int kWave = 63;

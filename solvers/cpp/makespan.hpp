@@ -1,9 +1,9 @@
 // Least makespan under any objective: search and bounds, anytime.
 //
 //   1. Matching gives the fewest activations A*, flow the fewest tokens N* on the fullest GPU; with equal GPUs the
-//      times that need so many are bounds. Each answer is priced, and so are the matching's routing and one built
-//      by falling tokens (Rebalance::start), both improved a little. The first that meets the bound ends it.
-//      Where evenly spread tokens would take well less time than A* does, flow has little to say and comes last.
+//      times that need so many are bounds, and each routing is an answer. The first that meets the bound ends it,
+//      so flow comes first where evenly spread tokens would take more time than evenly spread activations. Where
+//      they would take well less than A* does, flow has little to say: the matching's routing is improved first.
 //   2. Attempts at targets. An attempt asks Branching whether a routing fits into the caps that the target time
 //      gives each GPU. No: the bound rises to the least time beyond the caps. Yes: a better routing. Unknown: what
 //      it had so far is completed and improved by Rebalance, and where all GPUs are equal also routed at its least
@@ -17,12 +17,13 @@
 // It ends when the makespan meets the bound or the work is done: links tried, what Branching counts, and a base by
 // the size, all in what a link takes, some 35 ns. What is wide open after kFirstWork, by kWide, or by kNarrow and
 // an activated replica's time, gets kMoreWork times the work, up to kMuchWork: most problems stay quick and few
-// keep a wide gap. Deterministic: the work is counted, not timed. More work goes on where less has ended, so it
-// never ends worse.
+// keep a wide gap. Deterministic: the work is counted, not timed. More work does the same, but for the last
+// attempt of less, which is cut short: as a rule it ends no worse.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "branching.hpp"
@@ -78,10 +79,10 @@ class Makespan {
 
   private:
     static constexpr std::int64_t kGpuWork = 11, kExpertWork = 3, kNodeWork = 3;  // the last for an option
-    static constexpr std::int64_t kFirstWork = 2100, kMoreWork = 60, kMuchWork = 120'000;
+    static constexpr std::int64_t kFirstWork = 1950, kMoreWork = 60, kMuchWork = 120'000;
     static constexpr std::int64_t kStartLinks = 150, kFirstLinks = 1300;
-    static constexpr double kLight = 0.9;                   // of the bound by matching
-    static constexpr double kNarrow = 0.02, kWide = 0.1;  // of the bound
+    static constexpr double kLight = 0.9;                  // of the bound by matching
+    static constexpr double kNarrow = 0.02, kWide = 0.11;  // of the bound
     static constexpr double kClose = 4e-2;  // of the makespan: nearer targets are not tried in the first round
     static constexpr int kSure = 2;         // targets decided before the one just below the makespan
 
@@ -264,8 +265,7 @@ class Makespan {
     void raise(double bound, Proof proof, const Solver& solver) {
         if (bound < bound_ || (bound == bound_ && proved_by_ != Proof::count)) return;
         bound_ = bound, proved_by_ = proof, certificate_ = {};
-        if (pricing_->curved()) return;
-        for (int g = 0; g < layer_->gpus; ++g) certificate_.insert_if(g, solver.in_certificate(g));
+        if (!pricing_->curved()) certificate_ = solver.certificate();
     }
     template <class Search>
     void record(const Search& search) {

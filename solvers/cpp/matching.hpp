@@ -63,6 +63,7 @@ class Matching {
     Fill fill(int gpu) const { return fill_[gpu]; }
     Fill fixed(int gpu) const { return fixed_[gpu]; }  // of experts with one candidate
     bool in_certificate(int gpu) const { return certificate_.contains(gpu); }
+    const GpuSet<W>& certificate() const { return certificate_; }
 
   private:
     void greedy(const std::int64_t* tokens) {

@@ -127,11 +127,11 @@ class Pricing {
     double slowest(LoadOf&& load_of) const {
         double most = 0;
         if (uniform_ && counted()) {
-            for (const Piece& p : pieces_)
-                for (int g = 0; g < gpus(); ++g) {
-                    const Load load = load_of(g);
+            for (int g = 0; g < gpus(); ++g) {
+                const Load load = load_of(g);
+                for (const Piece& p : pieces_)
                     most = std::max(most, (p.offset + p.activation * load.activated) + p.token * load.tokens);
-                }
+            }
             return slowness_[0] * most;
         }
         for (int g = 0; g < gpus(); ++g) most = std::max(most, time(g, load_of(g)));
