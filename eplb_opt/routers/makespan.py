@@ -35,7 +35,7 @@ class Makespan:
     ----------
     work
         When to stop: links of chains tried, some 35 ns each, and as much of whatever else takes as
-        long. What 1,950 leave more than 11 % above the best bound, or 2 % and the time of an
+        long. What 1,950 leave more than 10 % above the best bound, or 2 % and the time of an
         activated replica, gets 60 times the work, up to 120,000. The same work gives the same
         answer, on every machine and number of threads.
 
