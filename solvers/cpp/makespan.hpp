@@ -81,7 +81,7 @@ class Makespan {
     static constexpr std::int64_t kGpuWork = 11, kExpertWork = 3, kNodeWork = 3;  // the last for an option
     static constexpr std::int64_t kFirstWork = 1950, kMoreWork = 60, kMuchWork = 120'000;
     static constexpr std::int64_t kStartLinks = 150, kFirstLinks = 1300;
-    static constexpr double kLight = 0.9;                  // of the bound by matching
+    static constexpr double kLight = 0.9;                 // of the bound by matching
     static constexpr double kNarrow = 0.02, kWide = 0.1;  // of the bound
     static constexpr double kClose = 4e-2;  // of the makespan: nearer targets are not tried in the first round
     static constexpr int kSure = 2;         // targets decided before the one just below the makespan
