@@ -52,7 +52,7 @@ class Makespan:
     ...     placement, [400, 90, 10], objective="deepseek-v3-fp8", method="makespan"
     ... )
     >>> routing.tokens.tolist(), float(routing.makespan), float(routing.gap)
-    ([[160, 90], [240, 10]], 29.56, 0.0)
+    ([[98, 90], [302, 10]], 29.56, 0.0)
     """
 
     traits: ClassVar[Traits] = Traits(
