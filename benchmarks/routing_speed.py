@@ -60,6 +60,8 @@ class Baselines:
     def __init__(self, folder: Path) -> None:
         library = folder / "baselines.so"
         flags = ["-std=c++20", "-O3", "-DNDEBUG", "-fPIC", "-shared"]
+        if platform.machine() == "x86_64":
+            flags.append("-march=x86-64-v3")
         include = f"-I{HERE.parent / 'solvers' / 'cpp'}"
         compiler = os.environ.get("CXX", "c++")
         source = str(HERE / "baselines.cpp")

@@ -774,9 +774,20 @@ void anneal_objective(Tokens tokens, Rooms room, std::int64_t work, int threads,
     });
 }
 
+// A processor without what the core was compiled for would stop the process at some instruction.
+void check_processor() {
+#if defined(__x86_64__) && defined(__AVX2__)
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("bmi2"))
+        throw nb::import_error(
+            "eplb_opt was compiled for processors with AVX2 and BMI2, which this one lacks; "
+            "install it from source with --config-settings=cmake.define.EPLB_OPT_MARCH=x86-64");
+#endif
+}
+
 }  // namespace
 
 NB_MODULE(_core, m) {
+    check_processor();
     m.doc() = "Compiled solvers of eplb-opt; called by the package, not part of its public interface.";
     m.attr("MAX_GPUS") = kMaxGpus;
     m.attr("MAX_EXPERTS") = kMaxExperts;
