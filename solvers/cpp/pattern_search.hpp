@@ -25,9 +25,9 @@
 #include <utility>
 #include <vector>
 
+#include "bit_set.hpp"
 #include "branching.hpp"
 #include "choices.hpp"
-#include "expert_set.hpp"
 #include "pricing.hpp"
 
 namespace eplb {
@@ -68,7 +68,7 @@ class PatternTree {
     const std::vector<double>& tokens() const { return tokens_; }
 
   private:
-    using Experts = ExpertSet<W>;
+    using Experts = BitSet<W>;
     static constexpr int kMostSpare = 8, kMostPatterns = 1 << 18, kSteps = 300, kPatience = 20;
     static constexpr int kPairsALook = 32;  // of a GPU and an expert, in choosing one
     static constexpr double kWeight = 16, kStep = 0.5, kShorter = 0.7, kTolerance = 1e-6, kNoLimit = 1e300;
@@ -88,8 +88,8 @@ class PatternTree {
     struct Side {
         Experts must{}, never{}, any{}, all = ~Experts{};
 
-        bool agrees(Experts served) const { return !(served & never) && !(must & ~served); }
-        bool all_agree() const { return !(any & never) && !(must & ~all); }
+        bool agrees(Experts served) const { return (served & never).empty() && (must & ~served).empty(); }
+        bool all_agree() const { return (any & never).empty() && (must & ~all).empty(); }
     };
     struct Gpu {
         int left = 0;
@@ -286,7 +286,7 @@ class PatternTree {
                 continue;
             }
             whole.any |= p.whole, whole.all &= p.whole, parts.any |= p.parts, parts.all &= p.parts;
-            if (p.parts) tokens = std::max(tokens, p.tokens - p.parts.count());
+            if (!p.parts.empty()) tokens = std::max(tokens, p.tokens - p.parts.count());
             for (int c = 0; c < kScarce; ++c) {
                 least[c] = std::min(least[c], p.costs[c]);
                 highest[c] = std::max(highest[c], p.costs[c]);
@@ -310,7 +310,7 @@ class PatternTree {
         Experts many_whole, two, three, part, some_parts, two_parts;
         double taken = 0;
         for (const Gpu& gpu : node) {
-            if (must & gpu.whole.all) return false;
+            if (!(must & gpu.whole.all).empty()) return false;
             must |= gpu.whole.all;
             many_whole |= any & gpu.whole.any, any |= gpu.whole.any;
             three |= two & gpu.parts.any, two |= part & gpu.parts.any, part |= gpu.parts.any;
@@ -319,7 +319,7 @@ class PatternTree {
         }
         const Experts split = (some_parts | ~any) & every_;
         Experts never_split = (must | ~two) & every_;
-        if (split & never_split) return false;
+        if (!(split & never_split).empty()) return false;
         taken += split.count();
         if (taken > have_[kIdle]) return false;
         const bool no_more = taken == have_[kIdle];
@@ -345,7 +345,7 @@ class PatternTree {
             set.each([&](int e) { lack += demand(e); });
             for (const Gpu& gpu : node) {
                 const Experts here = gpu.parts.any & set;
-                if (here) lack -= gpu.tokens + here.count();
+                if (!here.empty()) lack -= gpu.tokens + here.count();
             }
             fit &= lack <= 0;
         });
@@ -379,10 +379,10 @@ class PatternTree {
                 if (!node[g].parts.all.contains(e)) continue;
                 std::int64_t amount = std::min(owed[e], left[g]);
                 later.each_subset([&](const Experts& set) {
-                    if (!(node[g].parts.all & set)) return;
+                    if ((node[g].parts.all & set).empty()) return;
                     std::int64_t over = 0;
                     for (int h = 0; h < choices_.gpus(); ++h)
-                        if (node[h].parts.all & set) over += left[h];
+                        if (!(node[h].parts.all & set).empty()) over += left[h];
                     set.each([&](int f) { over -= owed[f]; });
                     amount = std::min(amount, over);
                 });
@@ -409,8 +409,8 @@ class PatternSearch {
 
     // See PatternTree.
     Verdict decide(const std::vector<Caps>& most, bool split, std::int64_t max_work) {
-        if (choices_.experts() <= ExpertSet<1>::capacity) return decide<1>(most, split, max_work);
-        if (choices_.experts() <= ExpertSet<2>::capacity) return decide<2>(most, split, max_work);
+        if (choices_.experts() <= BitSet<1>::capacity) return decide<1>(most, split, max_work);
+        if (choices_.experts() <= BitSet<2>::capacity) return decide<2>(most, split, max_work);
         return Verdict::unknown;
     }
     const std::vector<double>& tokens() const { return tokens_; }
