@@ -29,7 +29,6 @@ from numpy.typing import NDArray
 from routing_speed import machine
 
 import eplb_opt as eo
-from eplb_opt.metrics import equal_split
 
 RECORDED = Path(__file__).resolve().parents[2] / "shared" / "data" / "sglang_deepseek_v3"
 Shape = tuple[int, int, int, int]
@@ -195,7 +194,7 @@ def compare(name: str, policy: ModuleType, draws: int) -> None:
         gpus, slots, nodes, _ = shape
         ours = place(load, shape).metrics.gpu_load
         placed = rebalance(policy, load, shape)[0].numpy().reshape(draws, gpus, slots)
-        theirs = equal_split(eo.Placement(placed, 256), load)
+        theirs = eo.PlacementMetrics.of(eo.Placement(placed, 256), load).gpu_load
         differ = np.abs(ours - theirs) > 1e-6 * theirs
         form = "hierarchical" if nodes > 1 else "global"
         same = draws - int(differ.any(axis=-1).sum())

@@ -304,8 +304,10 @@ def placement_bound(
     """
     experts = load.shape[-1]
     redundant = num_gpus * slots_per_gpu - experts
-    lightest = _sums(np.sort(load, axis=-1))
     bound = np.asarray(load.sum(axis=-1) / num_gpus)
+    if num_nodes == 1 and redundant >= num_gpus:
+        return bound
+    lightest = _sums(np.sort(load, axis=-1))
     if redundant < num_gpus:
         bound = np.maximum(bound, _least_peak(load, lightest, num_gpus, slots_per_gpu, redundant))
     if num_nodes == 1:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb_opt.bounds import confined_experts
-from eplb_opt.metrics import equal_split
+from eplb_opt.metrics import PlacementMetrics
 from eplb_opt.placement import Placement
 from eplb_opt.routing import solve_routing
 
@@ -105,7 +105,7 @@ class Measure:
         O(slots) per layer and window for equal split, an exact routing for free split.
         """
         if self.split is Split.EQUAL:
-            each = [equal_split(placement, load).max(axis=-1) for load in windows]
+            each = [PlacementMetrics.of(placement, load).peak for load in windows]
         else:
             each = [free_split(placement, load) for load in windows]
         return self.sum_up(np.array(each))

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb_opt import _core
+from eplb_opt.errors import InvalidTokensError
 from eplb_opt.placement import EMPTY, Placement
 
-__all__ = ["PlacementMetrics", "count_moves", "equal_split"]
+__all__ = ["PlacementMetrics", "count_moves"]
 
 _SGLANG_EPSILON = 1e-5
 
@@ -42,15 +44,27 @@ class PlacementMetrics:
 
     @classmethod
     def of(cls, placement: Placement, load: NDArray[np.float64]) -> PlacementMetrics:
-        """Measure a placement on a load, float64 ``[layers, experts]``.
+        """Measure a placement on a load, ``[layers, experts]``, or ``[experts]`` of its only layer.
 
         An expert without a replica adds its load to no GPU. O(slots) per layer.
+
+        Raises
+        ------
+        InvalidTokensError
+            A load of another shape.
         """
-        ordered = np.sort(placement.slots.reshape(placement.num_layers, placement.num_gpus, -1))
-        twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != EMPTY)
-        return cls(
-            equal_split(placement, load), placement.copies, twice.sum(axis=(1, 2), dtype=np.int64)
-        )
+        if np.shape(load) not in (placement.copies.shape, placement.batch_shape):
+            raise InvalidTokensError(
+                f"load must be {list(placement.copies.shape)} (layers, experts) for {placement}, "
+                f"not of shape {np.shape(load)}"
+            )
+        load = np.ascontiguousarray(load, np.float64).reshape(placement.copies.shape)
+        layers = placement.num_layers
+        gpu_load = np.empty((layers, placement.num_gpus))
+        duplicates = np.empty(layers, np.int64)
+        slots = placement.expert_of.reshape(layers, placement.num_gpus, -1)
+        _core.measure_placement(slots, placement.copies, load, gpu_load, duplicates)
+        return cls(gpu_load, placement.copies, duplicates)
 
     @property
     def peak(self) -> NDArray[np.float64]:
@@ -96,14 +110,6 @@ class PlacementMetrics:
         """
         peak = float(self.peak.sum())
         return float(self.mean.sum()) / peak if peak > 0 else 1.0
-
-
-def equal_split(placement: Placement, load: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return float64 ``[layers, gpus]``: GPU loads when copies share an expert's load equally."""
-    share = load / np.maximum(placement.copies, 1)
-    padded = np.append(share, np.zeros((len(share), 1)), axis=1)  # EMPTY, -1, is the last
-    taken = padded[np.arange(len(share))[:, None], placement.expert_of]
-    return np.asarray(taken.reshape(placement.num_layers, placement.num_gpus, -1).sum(axis=-1))
 
 
 def count_moves(previous: Placement, placement: Placement) -> NDArray[np.int64]:

@@ -69,9 +69,13 @@ class Placement:
             if num_experts < 1:
                 raise InvalidPlacementError("no slot is filled: give num_experts")
         num_experts = operator.index(num_experts)
-        _check_slots(array, num_experts, allow_missing)
-        self._slots: NDArray[np.int32] = np.array(array, dtype=np.int32, order="C")
-        self._slots.flags.writeable = False
+        _check_slots(array, num_experts)
+        self._slots: NDArray[np.int32] = _frozen(np.array(array, dtype=np.int32, order="C"))
+        copies = np.empty((len(array), num_experts), np.int64)
+        _core.count_copies(self._slots, copies)
+        self._copies = _frozen(copies)
+        if not (allow_missing or copies.all()):
+            raise InvalidPlacementError(_missing(copies))
         self._layered = given.ndim == 3
         self._num_experts = num_experts
         self._allow_missing = allow_missing
@@ -193,14 +197,10 @@ class Placement:
         """Int32 ``[layers, P]``: the physical-to-logical map, -1 where empty."""
         return self._slots.reshape(self.num_layers, -1)
 
-    @cached_property
+    @property
     def copies(self) -> NDArray[np.int64]:
         """Int64 ``[layers, experts]``: slots that hold each expert."""
-        rows = np.arange(self.num_layers)[:, None] * (self._num_experts + 1)
-        counts = np.bincount(
-            (self.expert_of + 1 + rows).ravel(), minlength=self.num_layers * (self._num_experts + 1)
-        )
-        return _frozen(counts.reshape(self.num_layers, -1)[:, 1:].astype(np.int64))
+        return self._copies
 
     @cached_property
     def candidates(self) -> NDArray[np.int64]:
@@ -325,7 +325,7 @@ def _integers(values: ArrayLike, name: str) -> NDArray[np.integer[Any]]:
     return array
 
 
-def _check_slots(array: NDArray[np.integer[Any]], num_experts: int, allow_missing: bool) -> None:
+def _check_slots(array: NDArray[np.integer[Any]], num_experts: int) -> None:
     """Check a [layers, gpus, slots] array of expert ids."""
     _, gpus, _ = array.shape
     if gpus > _core.MAX_GPUS:
@@ -334,23 +334,21 @@ def _check_slots(array: NDArray[np.integer[Any]], num_experts: int, allow_missin
         raise InvalidPlacementError(
             f"{num_experts} experts per layer; 1 to {_core.MAX_EXPERTS} are supported"
         )
-    wrong = (array < EMPTY) | (array >= num_experts)
-    if wrong.any():
+    if array.min() < EMPTY or array.max() >= num_experts:
+        wrong = (array < EMPTY) | (array >= num_experts)
         layer, gpu, slot = (int(i) for i in np.argwhere(wrong)[0])
         raise InvalidPlacementError(
             f"layer {layer}, GPU {gpu}, slot {slot}: expert {array[layer, gpu, slot]} is out of "
             f"range; ids are 0 to {num_experts - 1}, or -1 for an empty slot"
         )
-    if allow_missing:
-        return
-    layers = np.arange(len(array))[:, None]
-    present = np.zeros((len(array), num_experts + 1), dtype=np.bool_)
-    present[layers, array.reshape(len(array), -1)] = True
-    if not present[:, :num_experts].all():
-        layer, _ = np.argwhere(~present[:, :num_experts])[0]
-        missing = np.flatnonzero(~present[layer, :num_experts])
-        raise InvalidPlacementError(
-            f"layer {layer}: expert {missing[0]} has no replica"
-            + (f" (nor have {missing.size - 1} more)" if missing.size > 1 else "")
-            + "; pass allow_missing=True if that is meant"
-        )
+
+
+def _missing(copies: NDArray[np.int64]) -> str:
+    """Say which experts of the first layer that lacks some have no replica."""
+    layer, expert = np.argwhere(copies == 0)[0]
+    more = np.count_nonzero(copies[layer] == 0) - 1
+    return (
+        f"layer {layer}: expert {expert} has no replica"
+        + (f" (nor have {more} more)" if more else "")
+        + "; pass allow_missing=True if that is meant"
+    )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from eplb_opt.measure import Measure, Split, free_split
-from eplb_opt.metrics import equal_split
+from eplb_opt.metrics import PlacementMetrics
 from eplb_opt.placement import Placement
 
 
@@ -52,7 +52,7 @@ def test_free_split_is_the_largest_share_of_any_gpu_set(
                 largest = max(largest, load[layer, confined].sum() / size)
         found = free_split(placement, load)[layer]
         assert found == pytest.approx(largest, rel=1e-9)
-        assert found <= equal_split(placement, load)[layer].max() * (1 + 1e-9)
+        assert found <= PlacementMetrics.of(placement, load).peak[layer] * (1 + 1e-9)
 
 
 def test_windows_sum_up() -> None:

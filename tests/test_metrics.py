@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eplb_opt.metrics import PlacementMetrics, count_moves, equal_split
+from eplb_opt.errors import InvalidTokensError
+from eplb_opt.metrics import PlacementMetrics, count_moves
 from eplb_opt.placement import Placement
 
 
@@ -41,7 +42,9 @@ def test_copies_share_equally_and_empty_slots_take_nothing() -> None:
     assert metrics.gpu_load.tolist() == [[4, 6]]
     assert metrics.copies.tolist() == [[3, 2, 0]]
     assert metrics.duplicates.tolist() == [2]
-    assert equal_split(placement, np.array([[6.0, 4.0, 9.0]])).tolist() == [[4, 6]]
+    assert PlacementMetrics.of(placement, np.array([6, 4, 9])).gpu_load.tolist() == [[4, 6]]
+    with pytest.raises(InvalidTokensError, match=r"load must be \[1, 3\] .* not of shape \(3, 1\)"):
+        PlacementMetrics.of(placement, np.ones((3, 1)))
 
 
 def test_moves_are_weights_that_a_gpu_receives() -> None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from eplb_opt import _core, placing
 from eplb_opt.bounds import placement_bound
 from eplb_opt.errors import InfeasibleError, InvalidPlacementError, InvalidTokensError
-from eplb_opt.metrics import equal_split
+from eplb_opt.metrics import PlacementMetrics
 from eplb_opt.placement import Placement
 from eplb_opt.placers import (
     DeepSeek,
@@ -471,7 +471,7 @@ def test_windows_are_placed_by_their_mean() -> None:
     mean = solve_placement(windows.mean(axis=0), num_gpus=4, slots_per_gpu=3)
     assert plan.placement == mean.placement
     assert plan.metrics.peak.tolist() == mean.makespan.tolist()
-    each = [equal_split(plan.placement, load).max(axis=-1) for load in windows]
+    each = [PlacementMetrics.of(plan.placement, load).peak for load in windows]
     assert plan.makespan.tolist() == np.mean(each, axis=0).tolist()
     one = solve_placement(windows[:1], num_gpus=4, slots_per_gpu=3)
     assert one.placement == solve_placement(windows[0], num_gpus=4, slots_per_gpu=3).placement

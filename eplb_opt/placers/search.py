@@ -44,7 +44,7 @@ class Search:
     within
         How near to the bound is near enough, as a fraction.
     work
-        Trials per layer, each of a change of two or three GPUs.
+        Trials per layer, each of a trade between two GPUs, alone or before others that follow it.
 
     Raises
     ------
@@ -58,7 +58,8 @@ class Search:
 
     Notes
     -----
-    O(steps x slots) per layer and window, most of them swaps; see the header for the others.
+    O(steps x slots x slots per GPU) per layer and window, most steps swaps; see the header for the
+    others.
 
     Examples
     --------

@@ -36,6 +36,7 @@
 #include "parallel.hpp"
 #include "pattern_search.hpp"
 #include "placement.hpp"
+#include "placement_metrics.hpp"
 #include "placement_search.hpp"
 #include "pricing.hpp"
 #include "refine.hpp"
@@ -473,6 +474,35 @@ void require_nodes(const Slots& slots, std::int32_t nodes) {
     require(nodes >= 1 && slots.shape(1) % nodes == 0, "nodes divide the GPUs");
 }
 
+using Copies = nb::ndarray<nb::numpy, const std::int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+// `copies` is [layers, experts].
+void count_copies(OldSlots slots, nb::ndarray<nb::numpy, std::int64_t, nb::ndim<2>, nb::c_contig> copies) {
+    require(slots.shape(0) == copies.shape(0), "copies of every layer");
+    require_experts(slots, copies.shape(1));
+    nb::gil_scoped_release unlocked;
+    const std::size_t size = slots.shape(1) * slots.shape(2), experts = copies.shape(1);
+    for (std::size_t l = 0; l < slots.shape(0); ++l)
+        PlacementMetrics::count_copies({slots.data() + l * size, size}, {copies.data() + l * experts, experts});
+}
+
+// `gpu_load` is [layers, gpus], `duplicates` [layers].
+void measure_placement(OldSlots slots, Copies copies, Loads load, Array<double> gpu_load,
+                       Array<std::int64_t> duplicates) {
+    const std::size_t layers = slots.shape(0), gpus = slots.shape(1), size = gpus * slots.shape(2),
+                      experts = load.shape(1);
+    require(load.shape(0) == layers && copies.shape(0) == layers && copies.shape(1) == experts &&
+                gpu_load.size() == layers * gpus && duplicates.size() == layers,
+            "loads and copies of every layer");
+    require_experts(slots, experts);
+    nb::gil_scoped_release unlocked;
+    PlacementMetrics metrics(experts);
+    for (std::size_t l = 0; l < layers; ++l)
+        duplicates.data()[l] =
+            metrics.measure({slots.data() + l * size, size}, {copies.data() + l * experts, experts},
+                            {load.data() + l * experts, experts}, {gpu_load.data() + l * gpus, gpus});
+}
+
 void place_deepseek_layers(Loads load, std::int32_t groups, std::int32_t nodes, Slots slots) {
     require_slots(load, slots);
     require_nodes(slots, nodes);
@@ -825,6 +855,9 @@ NB_MODULE(_core, m) {
     m.def("prove_tokens", &prove<Flow>, "placement"_a, "tokens"_a, "answer"_a, "threads"_a);
     m.def("assign", &assign, "placement"_a, "routed"_a.noconvert(), "topk_ids"_a.noconvert(),
           "physical"_a.noconvert());
+    m.def("count_copies", &count_copies, "slots"_a.noconvert(), "copies"_a.noconvert());
+    m.def("measure_placement", &measure_placement, "slots"_a.noconvert(), "copies"_a.noconvert(),
+          "load"_a.noconvert(), "gpu_load"_a.noconvert(), "duplicates"_a.noconvert());
     m.def("place_deepseek", &place_deepseek_layers, "load"_a.noconvert(), "groups"_a, "nodes"_a,
           "slots"_a.noconvert());
     m.def("place_trtllm", &place_trtllm_layers, "load"_a.noconvert(), "slots"_a.noconvert());

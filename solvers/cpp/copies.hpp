@@ -2,56 +2,35 @@
 // per copy. The rules of the engines differ in their ties alone.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <span>
-#include <vector>
+
+#include "tournament.hpp"
 
 namespace eplb {
 
-struct Share {
-    double per_copy;
-    std::int32_t copies, expert;
+// What settles a tie, the least first; then the lower id.
+struct FewestCopiesFirst {  // no load is spread evenly
+    std::uint32_t operator()(std::uint32_t copies, std::uint32_t) const { return copies; }
 };
-
-// Ties to the expert with fewer copies, then to the lower id: no load is spread evenly.
-struct FewestCopiesFirst {
-    bool operator()(const Share& a, const Share& b) const {
-        if (a.per_copy != b.per_copy) return a.per_copy < b.per_copy;
-        if (a.copies != b.copies) return a.copies > b.copies;
-        return a.expert > b.expert;
-    }
-};
-
-// Ties to the higher id.
 struct HighestIdFirst {
-    bool operator()(const Share& a, const Share& b) const {
-        return a.per_copy != b.per_copy ? a.per_copy < b.per_copy : a.expert < b.expert;
-    }
+    std::uint32_t operator()(std::uint32_t, std::uint32_t expert) const { return ~expert; }
 };
 
 // Gives up to `count` copies on top of `copies`, no expert more than `most` in all, and calls
-// granted(expert) for each. Returns how many found no taker. O((E + count) log E).
-template <class Less, class Granted>
+// granted(expert) for each. Returns how many found no taker. O(E + count log E).
+template <class Tie, class Granted>
 std::int32_t grant_copies(std::span<const double> load, std::span<std::int32_t> copies, std::int32_t count,
-                          std::int32_t most, Less less, Granted&& granted) {
-    std::vector<Share> heap;
-    heap.reserve(load.size());
-    for (std::int32_t e = 0; e < static_cast<std::int32_t>(load.size()); ++e)
-        if (copies[e] < most) heap.push_back({load[e] / copies[e], copies[e], e});
-    std::make_heap(heap.begin(), heap.end(), less);
-    for (; count > 0 && !heap.empty(); --count) {
-        std::pop_heap(heap.begin(), heap.end(), less);
-        Share& top = heap.back();
-        copies[top.expert] = ++top.copies;
-        granted(top.expert);
-        if (top.copies == most) {
-            heap.pop_back();
-            continue;
-        }
-        top.per_copy = load[top.expert] / top.copies;
-        std::push_heap(heap.begin(), heap.end(), less);
+                          std::int32_t most, Tie tie, Granted&& granted) {
+    const auto rank = [&](std::int32_t e) {
+        return copies[e] < most ? Rank::falling(load[e] / copies[e], tie(copies[e], e), e) : Rank::last();
+    };
+    Tournament neediest(static_cast<std::int32_t>(load.size()), rank);
+    for (std::int32_t expert; count > 0 && (expert = neediest.first().player()) >= 0; --count) {
+        ++copies[expert];
+        granted(expert);
+        neediest.change(expert, rank(expert));
     }
     return count;
 }

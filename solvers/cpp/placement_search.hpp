@@ -19,16 +19,18 @@
 //   chain        it and a lighter GPU trade, and so do that one and a third.
 // No step puts two copies of an expert on one GPU, or an expert on two nodes if it was on one.
 //
-// With one window, entries of a GPU stand by falling share, and of all trades between two GPUs only those
-// count that leave them most alike, one for each entry: O(S) for a pair of GPUs, where several windows take
-// all S^2. So a swap takes O(S G), a regrant O(S R G) with R slots that hold experts with copies, a chain
-// O(S^3 G^2) at the worst.
+// A trade takes an entry of a GPU that the other lacks for one of the other's that the GPU lacks: at most S^2
+// of a pair of GPUs, and what each changes is listed once. With one window only trades count that leave less
+// than the cost: of swaps the one that leaves the two most alike, of the second trades of a chain those within
+// an interval of change, which the list is searched for at vector speed. So a swap takes O(S^2 G), a regrant
+// O(S R G) with R slots that hold experts with copies, a chain O(S^4 G^2) at the worst.
 //
 // Loads are brought near 1 by a power of two, which changes no digit: their squares would over- or underflow.
 #pragma once
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -42,6 +44,7 @@
 #include "packing.hpp"
 #include "reslotting.hpp"
 #include "slot_keeping.hpp"
+#include "tournament.hpp"
 
 namespace eplb {
 
@@ -103,7 +106,8 @@ class PlacementSearch {
         if (task.previous != nullptr)
             for (std::size_t i = 0; i < slot_of_.size(); ++i) old_[at(gpu_of_[i], task.previous[slot_of_[i]])] = 1;
         gpu_load_.assign(static_cast<std::size_t>(gpus_) * W(), 0.0);
-        fullest_.resize(W()), makespans_.resize(W()), rest_.resize(W()), trial_.resize(W());
+        fullest_.assign(W(), {kNone, kNone, kNone, kNone}), makespans_.resize(W()), rest_.resize(W()),
+            trial_.resize(W());
         weight_.resize(entry_.size() * W()), total_.resize(gpus_), order_.resize(gpus_);
         std::iota(order_.begin(), order_.end(), 0);
     }
@@ -196,13 +200,24 @@ class PlacementSearch {
     }
 
   private:
-    static constexpr std::int32_t kNone = -1;
+    static constexpr std::int32_t kNone = -1, kTop = 4;
 
     // Entries at[0] and at[1] trade places, and at[2] and at[3]; or `expert` takes the slot of at[0].
     struct Step {
         double cost = 0, squares = 0;  // what it makes of the cost; its change of the sum of squares
         std::array<std::int32_t, 4> at{kNone, kNone, kNone, kNone};
         std::int32_t expert = kNone;
+    };
+
+    // The entries that a GPU and another may trade: `out` for `in`.
+    struct Trades {
+        std::vector<std::int32_t> out, in;
+        std::vector<double> weight_in, change;  // in the first window; [out, in]: what leaves the GPU
+
+        std::pair<std::int32_t, std::int32_t> at(std::size_t k) const {
+            const auto row = static_cast<std::uint32_t>(k), width = static_cast<std::uint32_t>(in.size());
+            return {out[row / width], in[row % width]};
+        }
     };
 
     std::int32_t W() const { return kOneWindow ? 1 : windows_; }
@@ -275,25 +290,28 @@ class PlacementSearch {
 
         std::vector<double> packed(node_gpus_, 0.0);
         std::vector<std::int32_t> next(begin_.begin() + first, begin_.begin() + last);
+        const auto has_room = [&](std::int32_t g) { return next[g] < begin_[first + g + 1]; };
+        const auto rank = [&](std::int32_t g) { return has_room(g) ? Rank::rising(packed[g], g) : Rank::last(); };
+        Tournament lightest(node_gpus_, rank);
         const auto put_next = [&](std::int32_t g, std::int32_t e) {
             put(next[g]++, e);
             packed[g] += per_copy[e];
+            lightest.change(g, rank(g));
+        };
+        const auto lightest_lacking = [&](std::int32_t e) {
+            std::int32_t best = kNone;
+            for (std::int32_t g = 0; g < node_gpus_; ++g)
+                if (has_room(g) && !holds(first + g, e) && (best < 0 || packed[g] < packed[best])) best = g;
+            return best;
         };
         for (const std::int32_t i : heaviest_first(weight)) {
-            const std::int32_t e = replica[i];
-            std::int32_t lightest = kNone, with_room = kNone;
-            for (std::int32_t g = 0; g < node_gpus_; ++g) {
-                if (next[g] == begin_[first + g + 1]) continue;
-                if (with_room < 0 || packed[g] < packed[with_room]) with_room = g;
-                if (!holds(first + g, e) && (lightest < 0 || packed[g] < packed[lightest])) lightest = g;
-            }
-            if (lightest >= 0) {
-                put_next(lightest, e);
+            const std::int32_t e = replica[i], with_room = lightest.first().player();
+            if (const std::int32_t g = holds(first + with_room, e) ? lightest_lacking(e) : with_room; g >= 0) {
+                put_next(g, e);
             } else if (const std::int32_t p = entry_to_move(first, with_room, e); p >= 0) {
-                const std::int32_t f = entry_[p];
+                const std::int32_t f = entry_[p];  // of a GPU without room
                 take_out(p);
                 put(p, e);
-                packed[gpu_of_[p] - first] += per_copy[e] - per_copy[f];
                 put_next(with_room, f);
             } else if (const std::int32_t other = heaviest_lacking(first + with_room, replica, per_copy);
                        other >= 0) {
@@ -353,10 +371,11 @@ class PlacementSearch {
         put(p, b), put(q, a);
     }
 
-    // Sums a GPU's load anew, so that rounding does not add up, and orders its entries.
+    // Sums a GPU's load anew, so that rounding does not add up. Of one window it orders the entries by falling
+    // share, so that no choice hangs on the slots: they are few and nearly in order.
     void refresh(std::int32_t g) {
         const auto entries = entry_.begin();
-        if constexpr (kOneWindow)  // falling by share; few and nearly in order
+        if constexpr (kOneWindow)
             for (std::int32_t p = begin_[g] + 1; p < begin_[g + 1]; ++p)
                 for (std::int32_t q = p; q > begin_[g] && *share(entry_[q]) > *share(entry_[q - 1]); --q)
                     std::swap(entries[q], entries[q - 1]);
@@ -368,23 +387,33 @@ class PlacementSearch {
 
     // What follows from the GPUs' loads.
     void measure() {
+        for (std::int32_t g = 0; g < gpus_; ++g)
+            total_[g] = std::accumulate(&gpu_load_[g * W()], &gpu_load_[g * W()] + W(), 0.0);
+        for (std::int32_t i = 1; i < gpus_; ++i) {  // nearly in order
+            const std::int32_t g = order_[i];
+            std::int32_t k = i;
+            for (; k > 0 && total_[g] < total_[order_[k - 1]]; --k) order_[k] = order_[k - 1];
+            order_[k] = g;
+        }
         for (std::int32_t w = 0; w < W(); ++w) {
-            std::array<std::int32_t, 4>& top = fullest_[w];
-            top.fill(kNone);
-            for (std::int32_t g = 0; g < gpus_; ++g) {
-                if (top[3] >= 0 && load_of(g, w) <= load_of(top[3], w)) continue;
-                for (std::int32_t k = 0, mine = g; k < 4 && mine >= 0; ++k)
-                    if (top[k] < 0 || load_of(mine, w) > load_of(top[k], w)) std::swap(mine, top[k]);
-            }
-            makespans_[w] = load_of(top[0], w);
+            if constexpr (kOneWindow)
+                for (std::int32_t k = 0; k < std::min(kTop, gpus_); ++k) fullest_[w][k] = order_[gpus_ - 1 - k];
+            else
+                find_fullest(w);
+            makespans_[w] = load_of(fullest_[w][0], w);
         }
         trial_ = makespans_;
         cost_ = task_.over(trial_);
-        for (std::int32_t g = 0; g < gpus_; ++g)
-            total_[g] = std::accumulate(&gpu_load_[g * W()], &gpu_load_[g * W()] + W(), 0.0);
-        for (std::int32_t i = 1; i < gpus_; ++i)  // nearly in order
-            for (std::int32_t k = i; k > 0 && total_[order_[k]] < total_[order_[k - 1]]; --k)
-                std::swap(order_[k], order_[k - 1]);
+    }
+
+    void find_fullest(std::int32_t w) {
+        std::array<std::int32_t, kTop>& top = fullest_[w];
+        top.fill(kNone);
+        for (std::int32_t g = 0; g < gpus_; ++g) {
+            if (top[kTop - 1] >= 0 && load_of(g, w) <= load_of(top[kTop - 1], w)) continue;
+            for (std::int32_t k = 0, mine = g; k < kTop && mine >= 0; ++k)
+                if (top[k] < 0 || load_of(mine, w) > load_of(top[k], w)) std::swap(mine, top[k]);
+        }
     }
 
     // The largest load of a window on any but up to three GPUs.
@@ -492,31 +521,6 @@ class PlacementSearch {
         for (std::int32_t w = 0; w < W(); ++w) rest_[w] = rest(w, g, h, i);
     }
 
-    bool may_trade(std::int32_t p, std::int32_t q) const {
-        return !holds(gpu_of_[q], entry_[p]) && !holds(gpu_of_[p], entry_[q]);
-    }
-
-    // Calls visit(p, q) for the entries of g and h that may trade places; of one window only those whose
-    // difference is the next to `even`, above and below, for each p.
-    template <class Visit>
-    void each_trade(std::int32_t g, std::int32_t h, double even, Visit&& visit) const {
-        const std::int32_t first = begin_[h], end = begin_[h + 1];
-        std::int32_t next = first;
-        for (std::int32_t p = begin_[g]; p < begin_[g + 1]; ++p) {
-            if constexpr (kOneWindow) {
-                while (next < end && weight_[p] - weight_[next] < even) ++next;
-                std::int32_t q = next;
-                while (q < end && !may_trade(p, q)) ++q;
-                if (q < end) visit(p, q);
-                for (q = next - 1; q >= first && !may_trade(p, q);) --q;
-                if (q >= first) visit(p, q);
-            } else {
-                for (std::int32_t q = first; q < end; ++q)
-                    if (may_trade(p, q)) visit(p, q);
-            }
-        }
-    }
-
     // Calls visit(h) for the other GPUs of g's node, the lightest first, while it returns true.
     template <class Visit>
     void each_partner(std::int32_t g, Visit&& visit) const {
@@ -530,9 +534,16 @@ class PlacementSearch {
             const double even = (load_of(g, 0) - load_of(h, 0)) / 2;
             // No trade with h, or with a fuller one, does more than even the two out.
             if (kOneWindow && best_.cost <= rest_[0] && best_.squares <= -2 * even * even) return false;
-            each_trade(g, h, even, [&](std::int32_t p, std::int32_t q) {
+            list_trades(g, h, first_);
+            const std::size_t all = first_.change.size();
+            const auto swap = [&](std::size_t k) {
+                const auto [p, q] = first_.at(k);
                 consider_trades(g, h, kNone, {p, q, kNone, kNone});
-            });
+            };
+            if constexpr (!kOneWindow)
+                for (std::size_t k = 0; k < all; ++k) swap(k);
+            else if (all > 0)
+                swap(nearest(first_.change, even));
             return work_ > 0;
         });
     }
@@ -540,7 +551,7 @@ class PlacementSearch {
     // The best with the first h that helps.
     void double_swap_of(std::int32_t g) {
         each_partner(g, [&](std::int32_t h) {
-            list_trades(g, h);
+            list_trades(g, h, first_);
             chain_through(g, h, g);
             return best_.at[0] < 0 && work_ > 0;
         });
@@ -549,7 +560,7 @@ class PlacementSearch {
     // The best with the first h and i that help.
     void chain_of(std::int32_t g) {
         each_partner(g, [&](std::int32_t h) {
-            list_trades(g, h);
+            list_trades(g, h, first_);
             each_partner(g, [&](std::int32_t i) {
                 if (i != h) chain_through(g, h, i);
                 return best_.at[0] < 0 && work_ > 0;
@@ -558,30 +569,55 @@ class PlacementSearch {
         });
     }
 
-    // The trades of g and h that lighten g.
-    void list_trades(std::int32_t g, std::int32_t h) {
-        trades_.clear();
+    void list_trades(std::int32_t g, std::int32_t h, Trades& trades) {
+        trades.out.clear(), trades.in.clear(), trades.weight_in.clear();
         for (std::int32_t p = begin_[g]; p < begin_[g + 1]; ++p)
-            for (std::int32_t q = begin_[h]; q < begin_[h + 1]; ++q)
-                if (may_trade(p, q) && !(kOneWindow && difference(p, q, 0) <= 0)) trades_.emplace_back(p, q);
+            if (!holds(h, entry_[p])) trades.out.push_back(p);
+        for (std::int32_t q = begin_[h]; q < begin_[h + 1]; ++q)
+            if (!holds(g, entry_[q])) trades.in.push_back(q), trades.weight_in.push_back(weight_[q * W()]);
+        trades.change.resize(trades.out.size() * trades.in.size());
+        double* change = trades.change.data();
+        for (const std::int32_t p : trades.out) {
+            const double ours = weight_[p * W()];
+            for (const double theirs : trades.weight_in) *change++ = ours - theirs;
+        }
     }
 
-    // Considers that g and h trade, and then h and i; i may be g.
+    // Considers the trades of `first_`, of g and h, each with all of h and i; i may be g.
     void chain_through(std::int32_t g, std::int32_t h, std::int32_t i) {
         set_rest(g, h, i);
-        for (const auto& [p, q] : trades_) {
-            const double d = difference(p, q, 0), mine = load_of(h, 0) + d,
+        list_trades(h, i, second_);
+        for (std::size_t k = 0; k < first_.change.size(); ++k) {
+            const double d = first_.change[k], mine = load_of(h, 0) + d,
                          other = load_of(i, 0) - (i == g ? d : 0.0);
-            --work_;
-            each_trade(h, i, (mine - other) / 2, [&, p = p, q = q](std::int32_t r, std::int32_t s) {
-                if constexpr (kOneWindow) {
-                    const double e = difference(r, s, 0);
-                    if (mine - e > best_.cost || other + e > best_.cost) return;
-                }
+            if (kOneWindow && d <= 0) continue;
+            work_ -= 1 + static_cast<std::int64_t>(second_.change.size()) / kTradesAtOnce;
+            const double least = mine - best_.cost, most = best_.cost - other;
+            if (kOneWindow && !any_within(second_.change, least, most)) continue;
+            const auto [p, q] = first_.at(k);
+            for (std::size_t m = 0; m < second_.change.size(); ++m) {
+                if (kOneWindow && (second_.change[m] < least || second_.change[m] > most)) continue;
+                const auto [r, s] = second_.at(m);
                 if (r != q && s != p && entry_[s] != entry_[p] && entry_[r] != entry_[q])
                     consider_trades(g, h, i, {p, q, r, s});
-            });
+            }
         }
+    }
+
+    // The place of the first of the numbers, of which there is one, that is the nearest to another.
+    static std::size_t nearest(const std::vector<double>& numbers, double to) {
+        const auto off = [&](double x) { return std::bit_cast<std::int64_t>(std::abs(x - to)); };
+        std::int64_t least = off(numbers[0]);  // as integers: of doubles the compiler makes no vectors here
+        for (const double x : numbers) least = std::min(least, off(x));
+        return std::find_if(numbers.begin(), numbers.end(), [&](double x) { return off(x) == least; }) -
+               numbers.begin();
+    }
+
+    static bool any_within(const std::vector<double>& numbers, double least, double most) {
+        std::uint64_t any = 0;
+        for (const double x : numbers)
+            any |= static_cast<std::uint64_t>(x >= least) & static_cast<std::uint64_t>(x <= most);
+        return any != 0;
     }
 
     // A spare copy, or an empty slot, of the node makes room for one more copy of an expert that g holds;
@@ -635,19 +671,20 @@ class PlacementSearch {
 
     static constexpr double kRounding = 1e-12;
     static constexpr std::int64_t kGroupWork = 1'000'000;
+    static constexpr std::int64_t kTradesAtOnce = 64;
     static constexpr int kKick = 3;
 
     PlacementTask task_;
     std::int32_t windows_ = 0, experts_ = 0, gpus_ = 0, node_gpus_ = 0, moves_ = 0;
     std::vector<std::int32_t> begin_, slot_of_, gpu_of_;  // of GPUs; of entries
     std::vector<std::int32_t> entry_, copies_, order_;
-    std::vector<std::uint16_t> held_, old_;  // [gpus, experts]: slots now; whether before
-    std::vector<double> load_, share_;       // [experts, windows]
-    std::vector<double> weight_;             // [entries, windows]
-    std::vector<double> gpu_load_, total_;   // [gpus, windows]; [gpus]
-    std::vector<std::array<std::int32_t, 4>> fullest_;
+    std::vector<std::uint16_t> held_, old_;                // [gpus, experts]: slots now; whether before
+    std::vector<double> load_, share_;                     // [experts, windows]
+    std::vector<double> weight_;                           // [entries, windows]
+    std::vector<double> gpu_load_, total_;                 // [gpus, windows]; [gpus]
+    std::vector<std::array<std::int32_t, kTop>> fullest_;  // of every window, the fullest first
     std::vector<double> makespans_, rest_, trial_;
-    std::vector<std::pair<std::int32_t, std::int32_t>> trades_;
+    Trades first_, second_;
     double scale_ = 1, cost_ = 0;  // what loads and costs are multiplied by here; the cost so
     std::int64_t work_ = 0;
     Step best_;
