@@ -71,10 +71,10 @@ class RoutingAware:
 
     Notes
     -----
-    With P slots, S of them on a GPU, and t the floor: 6,500 swaps at O(2**GPUs) on up to 8 GPUs,
-    else 70 P tried at O(S GPUs), those made at O(t (S - t)), every eighth of them at GPUs times
-    that; fewer where the chance falls to 0. Memory O(experts² + GPUs²), up to 8 GPUs O(2**GPUs
-    experts), with batches also O(batches x experts), per thread.
+    With P slots, S of them on a GPU, and t the floor: 6,500 swaps at O(2**GPUs + experts) on up to
+    8 GPUs, else 70 P tried at O(S GPUs), those made at O(t (S - t)), every eighth of them at GPUs
+    times that; fewer where the chance falls to 0. Memory O(experts² + GPUs²), with batches also
+    O(batches x experts), per thread.
 
     Examples
     --------

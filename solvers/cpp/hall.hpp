@@ -8,8 +8,9 @@
 // and the chance that there is one about 1 - exp(-sum Q(X)), as if they came in independent clumps. The cost
 // of a layout is its mean over `totals` of n. It needs no batch and so cannot overfit to any.
 //
-// All 2^G sets are kept; a swap changes those alone that have one of its two GPUs and confine an expert with it.
-// Time per swap tried O(2^G), per swap made O(changed sets x E). Memory O(2^G E).
+// All 2^G sets are priced anew for every swap, eight at a time; how an expert varies with the number confined to
+// each is summed over the subsets of each at once (Yates). Time per swap O(2^G + E), tried or made. Memory
+// O(2^G + E).
 #pragma once
 
 #include <algorithm>
@@ -17,7 +18,8 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
-#include <functional>
+#include <numeric>
+#include <utility>
 #include <vector>
 
 #include "annealing.hpp"
@@ -37,137 +39,130 @@ class HallJudge {
           layout_(layout),
           totals_(totals<kTotals>(of, layout.filled_gpus())),
           holders_(layout.experts(), 0),
-          sets_(std::size_t{1} << layout.gpus()) {
+          size_(sets(layout.gpus()), kNoRisk),
+          with_e_(size_.size()),
+          with_f_(size_.size()),
+          now_(size_.size()),
+          tried_(size_.size()) {
         for (std::size_t q = 0; q < kTotals; ++q) {
             ahead_[q] = static_cast<float>(totals_[q].live - of.mean);
             floor_[q] = static_cast<float>(totals_[q].floor);
         }
+        const std::uint32_t all = (std::uint32_t{1} << layout.gpus()) - 1;
+        for (std::uint32_t x = 1; x < all; ++x) size_[x] = static_cast<float>(std::popcount(x));
         for (std::int32_t e = 0; e < layout.experts(); ++e)
             for (const std::int32_t s : layout.slots_of(e)) holders_[e] |= bit(layout.gpu_of(s));
-        for (std::uint32_t x = 0; x < sets_.size(); ++x) {
-            sets_[x].with.assign(layout.experts(), 0.0f);
-            for (std::int32_t e = 0; e < layout.experts(); ++e)
-                if (layout_.copies(e) > 0 && (holders_[e] & ~x) == 0) {
-                    add(sets_[x], sets_[x].moments, e, 1);
-                    std::transform(sets_[x].with.begin(), sets_[x].with.end(), of.row(e).begin(),
-                                   sets_[x].with.begin(), std::plus());
-                }
+        for (std::int32_t e = 0; e < layout.experts(); ++e) {
+            if (holders_[e] == 0) continue;
+            now_.mean[holders_[e]] += static_cast<float>(of.live[e]);
+            now_.with_total[holders_[e]] += static_cast<float>(of.with_total[e]);
+            count_confined(e, with_e_);
+            for (std::uint32_t x = 0; x < size_.size(); ++x)
+                if ((holders_[e] & ~x) == 0) now_.variance[x] += with_e_[x];
         }
-        price_all();
+        sum_over_subsets(now_.mean);
+        sum_over_subsets(now_.with_total);
+        cost_ = price(now_);
     }
 
     double cost() const { return cost_; }
 
     double try_swap(std::int32_t i, std::int32_t j) {
-        tried_ = {i, j};
-        changes_.clear();
-        tried_risk_ = risk_;
+        swap_ = {i, j};
         const std::int32_t e = layout_.expert(i), f = layout_.expert(j);
-        const std::uint32_t g = bit(layout_.gpu_of(i)), h = bit(layout_.gpu_of(j)), e_else = holders_[e] ^ g,
-                            f_else = holders_[f] ^ h,
-                            others = static_cast<std::uint32_t>(sets_.size() - 1) ^ g ^ h;
-        for (std::uint32_t x = others;; x = (x - 1) & others) {
-            const int of_e = (e_else & ~x) == 0, of_f = (f_else & ~x) == 0;
-            if (of_e + of_f > 0) change(x | g, -of_e, of_f), change(x | h, of_e, -of_f);
-            if (x == 0) break;
+        const std::uint32_t both = bit(layout_.gpu_of(i)) ^ bit(layout_.gpu_of(j));
+        count_confined(e, with_e_);
+        count_confined(f, with_f_);
+        const auto live_e = static_cast<float>(of_.live[e]), live_f = static_cast<float>(of_.live[f]),
+                   total_e = static_cast<float>(of_.with_total[e]),
+                   total_f = static_cast<float>(of_.with_total[f]), var_e = of_.row(e)[e], var_f = of_.row(f)[f],
+                   cov = of_.row(e)[f];
+        const std::uint32_t e_before = holders_[e], f_before = holders_[f], e_after = e_before ^ both,
+                            f_after = f_before ^ both;
+        for (std::uint32_t x = 0; x < size_.size(); ++x) {
+            // What more of the expert the set confines: 1, 0 or -1.
+            const auto more = [x](std::uint32_t before, std::uint32_t after) {
+                return static_cast<float>(static_cast<int>((after & ~x) == 0) -
+                                          static_cast<int>((before & ~x) == 0));
+            };
+            const float of_e = more(e_before, e_after), of_f = more(f_before, f_after);
+            tried_.mean[x] = now_.mean[x] + of_e * live_e + of_f * live_f;
+            tried_.with_total[x] = now_.with_total[x] + of_e * total_e + of_f * total_f;
+            tried_.variance[x] = now_.variance[x] + of_e * (of_e * var_e + 2 * with_e_[x]) +
+                                 of_f * (of_f * var_f + 2 * with_f_[x]) + 2 * of_e * of_f * cov;
         }
-        return tried_cost_ = price(tried_risk_);
+        return tried_cost_ = price(tried_);
     }
 
     void accept() {
-        const std::int32_t e = layout_.expert(tried_.first), f = layout_.expert(tried_.second);
-        const auto with_e = of_.row(e), with_f = of_.row(f);
-        for (const Change& change : changes_) {
-            Set& set = sets_[change.set];
-            set.moments = change.moments, set.risk = change.risk;
-            const auto of_e = static_cast<float>(change.of_e), of_f = static_cast<float>(change.of_f);
-            for (std::size_t i = 0; i < set.with.size(); ++i) set.with[i] += of_e * with_e[i] + of_f * with_f[i];
-        }
-        const std::uint32_t both = bit(layout_.gpu_of(tried_.first)) ^ bit(layout_.gpu_of(tried_.second));
-        holders_[e] ^= both, holders_[f] ^= both;
-        layout_.swap(tried_.first, tried_.second);
-        risk_ = tried_risk_, cost_ = tried_cost_;
+        const auto [i, j] = swap_;
+        const std::uint32_t both = bit(layout_.gpu_of(i)) ^ bit(layout_.gpu_of(j));
+        holders_[layout_.expert(i)] ^= both, holders_[layout_.expert(j)] ^= both;
+        layout_.swap(i, j);
+        std::swap(now_, tried_);
+        cost_ = tried_cost_;
     }
     void reject() {}
 
   private:
-    static constexpr std::size_t kTotals = 8;
-    static constexpr float kFar = 6;  // deviations beyond which a set is no risk: 1e-9
-    using PerTotal = std::array<float, kTotals>;
+    static constexpr std::size_t kTotals = 8, kLanes = 8;
+    static constexpr float kNoRisk = 1e6;   // of sets that confine nothing, or all: for a size
+    static constexpr float kLeast = 1e-4f;  // variance
+    using PerSet = std::vector<float>;
 
+    // Of the number of live experts that each set confines.
     struct Moments {
-        float mean = 0, variance = 0, with_total = 0;
-    };
-    struct Set {
-        Moments moments;
-        std::vector<float> with;  // covariance of each expert with the number confined
-        PerTotal risk{};
-    };
-    struct Change {
-        std::uint32_t set;
-        int of_e, of_f;
-        Moments moments;
-        PerTotal risk;
+        PerSet mean, variance, with_total;
+        explicit Moments(std::size_t sets) : mean(sets, 0.0f), variance(sets, 0.0f), with_total(sets, 0.0f) {}
     };
 
     static std::uint32_t bit(std::int32_t gpu) { return std::uint32_t{1} << gpu; }
+    static std::size_t sets(std::int32_t gpus) { return std::max(kLanes, std::size_t{1} << gpus); }
 
-    // What a set is that confines `of_e` more of the expert in the one slot and `of_f` more of that in the other.
-    void change(std::uint32_t x, int of_e, int of_f) {
-        const std::int32_t e = layout_.expert(tried_.first), f = layout_.expert(tried_.second);
-        const Set& set = sets_[x];
-        Change& change = changes_.emplace_back(Change{x, of_e, of_f, set.moments, {}});
-        if (of_e != 0) add(set, change.moments, e, of_e);
-        if (of_f != 0) add(set, change.moments, f, of_f);
-        if (of_e != 0 && of_f != 0) change.moments.variance += 2 * static_cast<float>(of_e * of_f) * of_.row(e)[f];
-        change.risk = risk(change.moments, x);
-        for (std::size_t q = 0; q < kTotals; ++q) tried_risk_[q] += change.risk[q] - set.risk[q];
+    // The covariance of an expert with the number that each set confines.
+    void count_confined(std::int32_t expert, PerSet& with) const {
+        std::fill(with.begin(), with.end(), 0.0f);
+        const auto row = of_.row(expert);
+        for (std::size_t e = 0; e < row.size(); ++e)
+            if (holders_[e] != 0) with[holders_[e]] += row[e];
+        sum_over_subsets(with);
+    }
+    static void sum_over_subsets(PerSet& of) {
+        for (std::size_t half = 1; half < of.size(); half *= 2)
+            for (std::size_t x = 0; x < of.size(); x += 2 * half)
+                for (std::size_t k = 0; k < half; ++k) of[x + half + k] += of[x + k];
     }
 
-    void add(const Set& set, Moments& moments, std::int32_t e, int by) const {
-        const auto sign = static_cast<float>(by);
-        moments.mean += sign * static_cast<float>(of_.live[e]);
-        moments.variance += of_.row(e)[e] + 2 * sign * set.with[e];
-        moments.with_total += sign * static_cast<float>(of_.with_total[e]);
-    }
-    PerTotal risk(const Moments& m, std::uint32_t set) const {
-        PerTotal tail{};
-        if (set == 0 || set + 1 == sets_.size()) return tail;  // confines nothing, or all
-        const auto size = static_cast<float>(std::popcount(set));
-        const auto spread = static_cast<float>(of_.variance);
-        const float slope = spread > 0 ? m.with_total / spread : 0.0f;
-        const float scale = 1 / std::sqrt(std::max(m.variance - slope * m.with_total, 1e-4f));
-        PerTotal z;
-        for (std::size_t q = 0; q < kTotals; ++q)
-            z[q] = (floor_[q] * size + 0.5f - m.mean - slope * ahead_[q]) * scale;
-        if (*std::min_element(z.begin(), z.end()) > kFar) return tail;
-        for (std::size_t q = 0; q < kTotals; ++q) tail[q] = normal_tail(z[q]);
-        return tail;
-    }
-    double price(const std::array<double, kTotals>& risk) const {
-        double sum = 0;
-        for (std::size_t q = 0; q < kTotals; ++q) sum += totals_[q].weight * (1 - std::exp(-risk[q]));
-        return sum;
-    }
-    void price_all() {
-        risk_ = {};
-        for (std::uint32_t x = 0; x < sets_.size(); ++x) {
-            sets_[x].risk = risk(sets_[x].moments, x);
-            for (std::size_t q = 0; q < kTotals; ++q) risk_[q] += sets_[x].risk[q];
+    double price(const Moments& of) const {
+        std::array<std::array<float, kLanes>, kTotals> risk{};
+        const auto spread = static_cast<float>(of_.variance), inverse = spread > 0 ? 1 / spread : 0.0f;
+        for (std::size_t x = 0; x < size_.size(); x += kLanes) {
+            std::array<float, kLanes> slope, scale;
+            for (std::size_t k = 0; k < kLanes; ++k) slope[k] = of.with_total[x + k] * inverse;
+            for (std::size_t k = 0; k < kLanes; ++k) {
+                const float variance = of.variance[x + k] - slope[k] * of.with_total[x + k];
+                scale[k] = 1 / std::sqrt(variance > kLeast ? variance : kLeast);
+            }
+            for (std::size_t q = 0; q < kTotals; ++q)
+                for (std::size_t k = 0; k < kLanes; ++k)
+                    risk[q][k] += normal_tail(
+                        (floor_[q] * size_[x + k] + 0.5f - of.mean[x + k] - slope[k] * ahead_[q]) * scale[k]);
         }
-        cost_ = price(risk_);
+        double sum = 0;
+        for (std::size_t q = 0; q < kTotals; ++q)
+            sum += totals_[q].weight * (1 - std::exp(-std::accumulate(risk[q].begin(), risk[q].end(), 0.0f)));
+        return sum;
     }
 
     const Liveness& of_;
     Layout& layout_;
     std::array<Total, kTotals> totals_;
+    std::array<float, kTotals> ahead_{}, floor_{};
     std::vector<std::uint32_t> holders_;
-    std::vector<Set> sets_;
-    PerTotal ahead_{}, floor_{};
-    std::array<double, kTotals> risk_{}, tried_risk_{};
+    PerSet size_, with_e_, with_f_;
+    Moments now_, tried_;
     double cost_ = 0, tried_cost_ = 0;
-    std::pair<std::int32_t, std::int32_t> tried_{-1, -1};
-    std::vector<Change> changes_;
+    std::pair<std::int32_t, std::int32_t> swap_{-1, -1};
 };
 
 }  // namespace eplb
