@@ -44,7 +44,7 @@ class PlacementMetrics:
 
     @classmethod
     def of(cls, placement: Placement, load: NDArray[np.float64]) -> PlacementMetrics:
-        """Measure a placement on a load, ``[layers, experts]``, or ``[experts]`` of its only layer.
+        """Measure a placement on a load, ``[layers, experts]``, or as `Placement.batch_shape`.
 
         An expert without a replica adds its load to no GPU. O(slots) per layer.
 

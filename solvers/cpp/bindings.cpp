@@ -477,7 +477,8 @@ void require_nodes(const Slots& slots, std::int32_t nodes) {
 using Copies = nb::ndarray<nb::numpy, const std::int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 // `copies` is [layers, experts].
-void count_copies(OldSlots slots, nb::ndarray<nb::numpy, std::int64_t, nb::ndim<2>, nb::c_contig> copies) {
+void count_copies(OldSlots slots,
+                  nb::ndarray<nb::numpy, std::int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> copies) {
     require(slots.shape(0) == copies.shape(0), "copies of every layer");
     require_experts(slots, copies.shape(1));
     nb::gil_scoped_release unlocked;
