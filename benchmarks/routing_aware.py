@@ -109,8 +109,8 @@ def alone_above_floor(placement: eo.Placement, batches: NDArray[np.int64]) -> fl
     """Return how often one GPU alone keeps a batch above its floor.
 
     Its live experts with a single copy are more than the floor t; or those with any replica on it
-    are fewer than n - (G - 1) t, which all others together cannot take of n live ones. Copies
-    spread as evenly as they are here, by mean and variance, have the least of either.
+    are fewer than n - (G - 1) t, which all others together cannot take of n live ones. Swaps
+    change this only by spreading copies more evenly.
     """
     floor, gpus = floor_of(batches, placement.num_gpus), placement.num_gpus
     live = batches > 0

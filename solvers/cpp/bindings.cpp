@@ -477,14 +477,14 @@ void require_nodes(const Slots& slots, std::int32_t nodes) {
 using Copies = nb::ndarray<nb::numpy, const std::int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 // `copies` is [layers, experts].
-void count_copies(OldSlots slots,
-                  nb::ndarray<nb::numpy, std::int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> copies) {
+void count_copies_of_layers(
+    OldSlots slots, nb::ndarray<nb::numpy, std::int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> copies) {
     require(slots.shape(0) == copies.shape(0), "copies of every layer");
     require_experts(slots, copies.shape(1));
     nb::gil_scoped_release unlocked;
     const std::size_t size = slots.shape(1) * slots.shape(2), experts = copies.shape(1);
     for (std::size_t l = 0; l < slots.shape(0); ++l)
-        PlacementMetrics::count_copies({slots.data() + l * size, size}, {copies.data() + l * experts, experts});
+        count_copies({slots.data() + l * size, size}, {copies.data() + l * experts, experts});
 }
 
 // `gpu_load` is [layers, gpus], `duplicates` [layers].
@@ -856,7 +856,7 @@ NB_MODULE(_core, m) {
     m.def("prove_tokens", &prove<Flow>, "placement"_a, "tokens"_a, "answer"_a, "threads"_a);
     m.def("assign", &assign, "placement"_a, "routed"_a.noconvert(), "topk_ids"_a.noconvert(),
           "physical"_a.noconvert());
-    m.def("count_copies", &count_copies, "slots"_a.noconvert(), "copies"_a.noconvert());
+    m.def("count_copies", &count_copies_of_layers, "slots"_a.noconvert(), "copies"_a.noconvert());
     m.def("measure_placement", &measure_placement, "slots"_a.noconvert(), "copies"_a.noconvert(),
           "load"_a.noconvert(), "gpu_load"_a.noconvert(), "duplicates"_a.noconvert());
     m.def("place_deepseek", &place_deepseek_layers, "load"_a.noconvert(), "groups"_a, "nodes"_a,

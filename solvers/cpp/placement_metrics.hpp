@@ -1,6 +1,7 @@
 // What is counted of a layer's placement; `slots` are [gpus, slots_per_gpu], -1 where empty.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -8,16 +9,16 @@
 
 namespace eplb {
 
+// `copies` is [experts].
+inline void count_copies(std::span<const std::int32_t> slots, std::span<std::int64_t> copies) {
+    std::fill(copies.begin(), copies.end(), 0);
+    for (const std::int32_t expert : slots)
+        if (expert >= 0) ++copies[expert];
+}
+
 class PlacementMetrics {
   public:
     explicit PlacementMetrics(std::size_t experts) : share_(experts + 1), seen_on_(experts + 1) {}
-
-    // `copies` is [experts].
-    static void count_copies(std::span<const std::int32_t> slots, std::span<std::int64_t> copies) {
-        for (std::int64_t& count : copies) count = 0;
-        for (const std::int32_t expert : slots)
-            if (expert >= 0) ++copies[expert];
-    }
 
     // The load of every GPU when copies share an expert's load equally, and returns how many slots have an
     // expert with an earlier slot on the same GPU.

@@ -535,15 +535,11 @@ class PlacementSearch {
             // No trade with h, or with a fuller one, does more than even the two out.
             if (kOneWindow && best_.cost <= rest_[0] && best_.squares <= -2 * even * even) return false;
             list_trades(g, h, first_);
-            const std::size_t all = first_.change.size();
-            const auto swap = [&](std::size_t k) {
+            const std::size_t all = first_.change.size(), best = kOneWindow ? nearest(first_.change, even) : 0;
+            for (std::size_t k = best; k < (kOneWindow ? std::min(best + 1, all) : all); ++k) {
                 const auto [p, q] = first_.at(k);
                 consider_trades(g, h, kNone, {p, q, kNone, kNone});
-            };
-            if constexpr (!kOneWindow)
-                for (std::size_t k = 0; k < all; ++k) swap(k);
-            else if (all > 0)
-                swap(nearest(first_.change, even));
+            }
             return work_ > 0;
         });
     }
@@ -604,10 +600,11 @@ class PlacementSearch {
         }
     }
 
-    // The place of the first of the numbers, of which there is one, that is the nearest to another.
+    // The place of the first of the numbers that is the nearest to another; their count if there are none.
     static std::size_t nearest(const std::vector<double>& numbers, double to) {
         const auto off = [&](double x) { return std::bit_cast<std::int64_t>(std::abs(x - to)); };
-        std::int64_t least = off(numbers[0]);  // as integers: of doubles the compiler makes no vectors here
+        // As integers: of doubles the compiler makes no vectors here.
+        std::int64_t least = std::numeric_limits<std::int64_t>::max();
         for (const double x : numbers) least = std::min(least, off(x));
         return std::find_if(numbers.begin(), numbers.end(), [&](double x) { return off(x) == least; }) -
                numbers.begin();
